@@ -1,0 +1,1 @@
+"""What runs inside SGLang's own processes. The only package here that imports sglang."""

@@ -1,0 +1,137 @@
+"""SGLang's unified radix tree with the version policy in front of its look-ups and publications.
+
+``versioned(base)`` puts the mixin over ``UnifiedRadixCache`` or over a subclass of it, such as the LMCache
+one. The tree cores are not touched: a version is a namespace of the tree's own keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchPrefixParams, MatchResult
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from psrl_sglang.engine.control import VersionControl
+from psrl_sglang.engine.pins import PinTable
+from psrl_sglang.engine.tagindex import TagIndex, make_tag_index
+from psrl_sglang.engine.watch import UpdateWatch
+from psrl_sglang.namespace import split_salt
+
+if TYPE_CHECKING:
+    from psrl_sglang.engine.worker import TreeSettings
+
+
+class VersionedTree(UnifiedRadixCache):
+    """A radix tree whose entries carry the weight version that computed them.
+
+    ``versions`` decides namespaces, ``pins`` holds leases on device KV, ``tags`` knows what each version
+    occupies. All belong to the scheduler thread.
+    """
+
+    psrl_settings: TreeSettings
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.versions: VersionControl | None = None  # the base constructor calls reset()
+        super().__init__(*args, **kwargs)
+        settings = self.psrl_settings
+        self.versions = VersionControl(self, settings.ledger, settings.metrics)
+        self.tags: TagIndex = make_tag_index(self)
+        self.pins = PinTable(self, budget_tokens=settings.pin_budget_tokens(self))
+        self.updates = UpdateWatch()
+
+    @property
+    def has_host_tier(self) -> bool:
+        return self.cache_controller is not None
+
+    @property
+    def has_external_tier(self) -> bool:
+        """A tier that is read ahead per request: HiCache storage, a linker or LMCache."""
+        return self.linker is not None or self.enable_storage or hasattr(self, "lmcache_connector")
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        if params.req is not None and self.versions is not None:
+            self.versions.assign(params)
+        return super().match_prefix(params)
+
+    def maybe_hand_to_session(self, req: Any) -> None:
+        super().maybe_hand_to_session(req)
+        if self.versions is not None:
+            self.versions.on_admitted(req)
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        # Capped here and not further in, so that an external store behind checkpoint() sees the cap too.
+        if self.versions is not None:
+            up_to = self.versions.publish_limit(req, up_to)
+        super().checkpoint(req, up_to=up_to, **kwargs)
+
+    def insert(self, params: InsertParams) -> InsertResult:
+        if self.versions is None:
+            return super().insert(params)
+        tag, _ = split_salt(params.key.cache_salt)
+        if tag is not None and self.psrl_settings.priority_step:
+            step = self.psrl_settings.priority_step
+            order = self.versions.ledger.order_of(tag)
+            params = replace(params, priority=order * step + min(max(params.priority, 0), step - 1))
+        result = super().insert(params)
+        if tag is not None and result.last_device_node is not None:
+            self.tags.note(tag, result.last_device_node)
+        return result
+
+    def reset(self) -> None:
+        super().reset()
+        if self.versions is not None:
+            self.pins.forget()
+            self.tags.clear()
+
+    def publish_tail(self, req: Any) -> int:
+        """Publish what a request that is about to lose its KV has computed, up to its cap.
+        Returns the number of tokens saved."""
+        skip = req.skip_radix_cache_insert or self.supports_mamba() or self.disable
+        if skip or not req.kv.holds_kv or req.finished() or self.session.borrowed_slot(req) is not None:
+            return 0
+        req.refresh_fill_ids()
+        before = req.kv.cache_protected_len
+        self.checkpoint(req, up_to=min(req.owned_kv_len(), len(req.full_untruncated_fill_ids)))
+        return req.kv.cache_protected_len - before
+
+    def retire(self, tag: str) -> tuple[int, int]:
+        """Evict all of a tag that no request and no pin holds. Returns (device, host) tokens freed."""
+        freed = self.tags.evict(tag)
+        if any(freed):
+            self.versions.metrics.observe_retired()
+        return freed
+
+    def retire_dead(self) -> list[str]:
+        """Retire every tag outside the window; returns those that had something to free."""
+        live = self.versions.ledger.window()
+        return [tag for tag in self.tags.usage() if tag not in live and any(self.retire(tag))]
+
+    def drop_all_but_current(self) -> None:
+        """Clear every tier of KV of other weights, whatever runs. KV that a running request holds stays until
+        the request ends; its tag is not matched again, and the next clear takes it."""
+        self.retire_dead()
+        if self.has_external_tier:
+            self.clear_storage_backend()
+
+    def check_integrity(self) -> list[str]:
+        """What is wrong with the books of this tree; empty when nothing is. Safe while requests run."""
+        usage = self.tags.usage()
+        counted = sum(entry.device_tokens for entry in usage.values())
+        total = self.evictable_size() + self.protected_size()
+        wrong = []
+        if counted != total:
+            wrong.append(f"versions hold {counted} tokens on the device, the tree counts {total}")
+        if usage.get("") is not None:
+            wrong.append(f"{usage[''].device_tokens} tokens on the device carry no version")
+        locked = self.protected_size()
+        pinned = {pin["tag"]: pin["tokens"] for pin in self.pins.list()}
+        if pinned and max(pinned.values()) > locked:
+            wrong.append(f"a pin holds {max(pinned.values())} tokens, only {locked} are locked")
+        return wrong
+
+
+def versioned(base: type[UnifiedRadixCache], settings: TreeSettings) -> type[UnifiedRadixCache]:
+    """``base`` with the version policy; instances are made by SGLang with base's own arguments."""
+    bases = (VersionedTree,) if base is UnifiedRadixCache else (VersionedTree, base)
+    return type(f"Versioned{base.__name__}", bases, {"psrl_settings": settings})

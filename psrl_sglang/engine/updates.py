@@ -1,0 +1,152 @@
+"""Where the weights change: every way SGLang has to replace them ends in one new tag, and none in a flush.
+
+A single-call update (disk, IPC) is named by ``record_weight_version_change`` when it succeeds and the caller
+gave a version; otherwise it gets an epoch of its own, also when it failed, because SGLang's roll-back re-reads
+the *new* path. A begin/end session writes the weights piece by piece; after each piece the ledger is suspended,
+so KV computed between two pieces is never matched after the second, and ``end`` names the result.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from psrl_sglang.engine.tree import VersionedTree
+from psrl_sglang.namespace import Tag
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+def tree_of(scheduler: Scheduler) -> VersionedTree:
+    tree = scheduler.tree_cache
+    if not isinstance(tree, VersionedTree):  # verified at start; a swap later must not serve unversioned KV
+        raise RuntimeError(f"psrl: the scheduler's tree is {type(tree).__name__}, not a versioned one")
+    return tree
+
+
+def on_version_named(original: Callable[..., None], self: Any, new_version: str | None) -> None:
+    """Around ``Scheduler.record_weight_version_change``, the one place that learns a version's name."""
+    if new_version is not None:
+        tree = tree_of(self)
+        if tree.updates.in_piece:
+            tree.updates.session_version = new_version
+        else:
+            tree.updates.named = True
+            _change(tree, lambda: tree.versions.ledger.install(new_version))
+    original(self, new_version=new_version)
+
+
+def around_single_update(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """Around ``update_weights_from_disk`` and ``update_weights_from_ipc``."""
+    tree = tree_of(self.scheduler)
+    _synchronize_device(tree)
+    tree.updates.named = False
+    output = original(self, recv_req)
+    if not output.success or not tree.updates.named:
+        _change(tree, tree.versions.ledger.install_unnamed)
+    return output
+
+
+def around_session_piece(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """Around ``update_weights_from_tensor`` and ``update_weights_from_distributed``."""
+    if self._session is None:
+        return original(self, recv_req)  # SGLang refuses it before it touches a weight
+    tree = tree_of(self.scheduler)
+    _synchronize_device(tree)
+    tree.updates.in_piece = True
+    try:
+        output = original(self, recv_req)
+    finally:
+        tree.updates.in_piece = False
+    tree.updates.session_failed |= not output.success
+    tree.versions.ledger.suspend()
+    tree.versions.settle_crossing()
+    return output
+
+
+def around_session_begin(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    tree = tree_of(self.scheduler)
+    _synchronize_device(tree)
+    output = original(self, recv_req)
+    if output.success:
+        tree.updates.session_version = None
+        tree.updates.session_failed = False
+    return output
+
+
+def around_session_end(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """A session in which nothing was loaded was written by RDMA: SGLang cannot know what the weights are now,
+    and the caller names them afterwards through ``/update_weight_version``, if at all."""
+    was_open = self._session is not None
+    tree = tree_of(self.scheduler)
+    output = original(self, recv_req)
+    if was_open:
+        version, ledger = tree.updates.session_version, tree.versions.ledger
+        if version is None or tree.updates.session_failed or not output.success:
+            _change(tree, ledger.install_unnamed)
+        else:
+            _change(tree, lambda: ledger.install(version))
+    return output
+
+
+def around_flush_after_update(
+    original: Callable[..., tuple[bool, str]], self: Any, recv_req: Any, success: bool, message: str
+) -> tuple[bool, str]:
+    """Versions leave nothing to flush; SGLang's own flush fails the update while a request runs."""
+    tree_of(self.scheduler)
+    if recv_req.torch_empty_cache:
+        from sglang.srt.platforms import current_platform
+
+        current_platform.empty_cache()
+    return success, message
+
+
+def after_resume_memory(result: Any, self: Any, recv_req: Any) -> None:
+    """Weights whose memory was given back hold no known values until they are written again."""
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+    from sglang.srt.runtime_context import get_exec
+
+    tags = recv_req.tags
+    lost = get_exec().enable_memory_saver and not get_exec().enable_weights_cpu_backup
+    if lost and (not tags or GPU_MEMORY_TYPE_WEIGHTS in tags):
+        tree = tree_of(self.scheduler)
+        _change(tree, tree.versions.ledger.install_unnamed)
+
+
+def before_retract_all(*args: Any, reqs: list[Any], tree_cache: Any, **kwargs: Any) -> None:
+    """``pause(retract)`` gives back the KV of every running request; SGLang would drop what they decoded."""
+    if isinstance(tree_cache, VersionedTree):
+        saved = sum(tree_cache.publish_tail(req) for req in reqs)
+        tree_cache.versions.metrics.retract_saved_tokens += saved
+
+
+def _change(tree: VersionedTree, install: Callable[[], object]) -> None:
+    """Move the ledger and settle what the move means for requests and, in clear mode, for every tier."""
+    began_s = time.perf_counter()
+    before = tree.versions.ledger.current
+    if install() is False:
+        return
+    crossing = tree.versions.settle_crossing()
+    if tree.psrl_settings.clear_on_weight_update:
+        tree.drop_all_but_current()
+    seconds = time.perf_counter() - began_s
+    tree.versions.metrics.observe_change(crossing, seconds)
+    _log_change(before, tree.versions.ledger.current, crossing, seconds)
+
+
+def _log_change(before: Tag, after: Tag, crossing: int, seconds: float) -> None:
+    logger.info(
+        "psrl: weights %s -> %s, %d request(s) crossing, %.2f ms", before, after, crossing, seconds * 1e3
+    )
+
+
+def _synchronize_device(tree: VersionedTree) -> None:
+    # Under overlap scheduling a forward may still read the weights; SGLang's updaters do not wait for it.
+    torch.get_device_module(tree.token_to_kv_pool_allocator.device).synchronize()

@@ -1,0 +1,217 @@
+"""The scheduler side: puts the versioned tree and its hooks into a scheduler process of an enabled engine."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from psrl_sglang.config import PsrlConfig
+from psrl_sglang.engine import eviction, flush, reporting, seams, updates
+from psrl_sglang.engine.activation import exported_instance, refuse
+from psrl_sglang.engine.commands import CommandHandler, PsrlCommand
+from psrl_sglang.engine.metrics import PrometheusMirror, VersionMetrics
+from psrl_sglang.engine.tree import VersionedTree, versioned
+from psrl_sglang.namespace import VersionLedger
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+INIT_INFO_KEY = "psrl"
+_SGLANG_DEFAULT_VERSION = "default"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+_REGISTRY = "sglang.srt.mem_cache.registry"
+
+
+@dataclass(frozen=True)
+class TreeSettings:
+    """What a versioned tree is built with. One per scheduler process."""
+
+    config: PsrlConfig
+    ledger: VersionLedger
+    metrics: VersionMetrics
+    priority_step: int
+
+    @property
+    def clear_on_weight_update(self) -> bool:
+        return self.config.lmcache.clear_on_weight_update
+
+    def pin_budget_tokens(self, tree: VersionedTree) -> int:
+        """The smallest of: half of the pool, ``pin_budget_tokens``, ``gpu_pin_block_budget`` pages; 0 is no
+        limit of its own. Half, because what is pinned cannot be scheduled."""
+        limits = [tree.token_to_kv_pool_allocator.size // 2]
+        if self.config.sglang.pin_budget_tokens:
+            limits.append(self.config.sglang.pin_budget_tokens)
+        if self.config.lmcache.gpu_pin_block_budget:
+            limits.append(self.config.lmcache.gpu_pin_block_budget * tree.page_size)
+        return min(limits)
+
+
+def install(config: PsrlConfig) -> None:
+    """Hook this scheduler process, and end it if a seam is missing or different."""
+    from sglang.srt.managers.scheduler_components.output_streamer import SchedulerOutputStreamer
+
+    all_seams = seams.load_seams()
+    seams.verify(all_seams)
+    hooks: list[tuple[str, Callable[..., Any], HookType]] = [
+        (f"{_REGISTRY}.create_tree_cache", _around_create_tree(config), HookType.AROUND),
+        (f"{_REGISTRY}.create_unified_radix_cache", _around_create_unified, HookType.AROUND),
+        (f"{_SCHEDULER}.init_request_dispatcher", _after_init_dispatcher, HookType.AFTER),
+        (f"{_SCHEDULER}.get_init_info", _after_init_info, HookType.AFTER),
+        (f"{_SCHEDULER}.record_weight_version_change", updates.on_version_named, HookType.AROUND),
+        (f"{_UPDATER}.update_weights_from_disk", updates.around_single_update, HookType.AROUND),
+        (f"{_UPDATER}.update_weights_from_ipc", updates.around_single_update, HookType.AROUND),
+        (f"{_UPDATER}.update_weights_from_tensor", updates.around_session_piece, HookType.AROUND),
+        (f"{_UPDATER}.update_weights_from_distributed", updates.around_session_piece, HookType.AROUND),
+        (f"{_UPDATER}.begin_weight_update", updates.around_session_begin, HookType.AROUND),
+        (f"{_UPDATER}.end_weight_update", updates.around_session_end, HookType.AROUND),
+        (f"{_UPDATER}.flush_cache_after_weight_update", updates.around_flush_after_update, HookType.AROUND),
+        (f"{_UPDATER}.resume_memory_occupation", updates.after_resume_memory, HookType.AFTER),
+        ("sglang.srt.managers.schedule_batch.retract_all", updates.before_retract_all, HookType.BEFORE),
+        (
+            "sglang.srt.managers.scheduler_components.flush_wrapper.SchedulerFlushWrapper.handle",
+            flush.around_flush,
+            HookType.AROUND,
+        ),
+        (f"{_STREAMER}.build_additional_customized_info", reporting.after_build_info, HookType.AFTER),
+    ]
+    for target, hook, kind in hooks:
+        HookRegistry.register(target, hook, kind)
+    SchedulerOutputStreamer.has_additional_customized_info = True
+    HookRegistry.apply_hooks()
+    mine = [seam for seam in all_seams if seam.side == "scheduler"]
+    seams.verify(mine, patched=frozenset(HookRegistry._patched))
+
+
+_tree_settings: TreeSettings | None = None  # between the two creation hooks of this process
+
+
+def _around_create_tree(config: PsrlConfig) -> Callable[..., Any]:
+    def around(original: Callable[..., Any], ctx: Any) -> Any:
+        global _tree_settings
+        _tree_settings = _make_settings(config, ctx)
+        with _lmcache_tree_versioned(_tree_settings):
+            tree = original(ctx)
+        if not isinstance(tree, VersionedTree):
+            refuse(
+                f"SGLang built a {type(tree).__name__}, which has no versions; drop the option that selected it "
+                "or drop --psrl-config"
+            )
+        logger.info(
+            "psrl: %s on %s, weights %s",
+            type(tree).__name__,
+            type(tree.tree_core).__name__,
+            tree.versions.ledger.current,
+        )
+        return tree
+
+    return around
+
+
+def _around_create_unified(original: Callable[..., Any], ctx: Any, *, cache_class: Any = None) -> Any:
+    if _tree_settings is None:
+        refuse("the tree is built outside create_tree_cache; this SGLang is not supported")
+    return original(ctx, cache_class=versioned(cache_class or UnifiedRadixCache, _tree_settings))
+
+
+class _lmcache_tree_versioned:
+    """SGLang's LMCache tree is not built through ``create_unified_radix_cache``: swap its class meanwhile."""
+
+    _module = "sglang.srt.mem_cache.storage.lmcache.lmcache_unified_radix_cache"
+    _name = "LMCacheUnifiedRadixCache"
+
+    def __init__(self, settings: TreeSettings) -> None:
+        self._settings = settings
+
+    def __enter__(self) -> None:
+        from importlib import import_module
+
+        from sglang.srt.runtime_context import get_memory
+
+        self._owner = import_module(self._module) if get_memory().enable_lmcache else None
+        if self._owner is not None:
+            self._base = getattr(self._owner, self._name)
+            setattr(self._owner, self._name, versioned(self._base, self._settings))
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._owner is not None:
+            setattr(self._owner, self._name, self._base)
+
+
+def _make_settings(config: PsrlConfig, ctx: Any) -> TreeSettings:
+    from sglang.srt.runtime_context import get_observability, get_serving
+
+    instance = _agreed_instance()
+    version = get_serving().weight_version
+    if version == _SGLANG_DEFAULT_VERSION:
+        # Two engines, or two starts, from different checkpoints must not share a name in a shared tier.
+        version = f"{version}@{checkpoint_fingerprint(ctx.model_config.model_path)}"
+    ledger = VersionLedger(
+        version,
+        instance=instance,
+        namespace=config.sglang.namespace,
+        max_version_lag=config.sglang.max_version_lag,
+    )
+    mirror = None
+    if get_observability().enable_metrics:
+        labels = {
+            "model_name": str(get_serving().served_model_name or ctx.model_config.model_path),
+            "tp_rank": str(ctx.tp_rank),
+        }
+        mirror = PrometheusMirror(labels)
+    params = ctx.params
+    if params.eviction_policy == eviction.POLICY:
+        params.tree_core_backend = "python"  # the Rust core's policies are a closed set
+        eviction.register_policy(ledger, fifo=config.lmcache.cache_policy == "FIFO")
+    priority_step = 0
+    if config.sglang.tree_core == "rust":
+        params.tree_core_backend = "rust"
+        if params.eviction_policy == "priority":
+            priority_step = eviction.RUST_PRIORITY_STEP
+    return TreeSettings(config, ledger, VersionMetrics(mirror=mirror), priority_step)
+
+
+def _agreed_instance() -> str:
+    """The engine's id, the same on every rank, also when each node made its own."""
+    box = [exported_instance()]
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+        from sglang.srt.distributed import get_world_group
+
+        torch.distributed.broadcast_object_list(box, src=0, group=get_world_group().cpu_group)
+    return box[0]
+
+
+def checkpoint_fingerprint(model_path: str) -> str:
+    """A short digest of which checkpoint a path holds: names, sizes and times of its files. A path that is no
+    directory (a hub id) is digested by name."""
+    digest = hashlib.sha256(os.path.realpath(model_path).encode())
+    if os.path.isdir(model_path):
+        for entry in sorted(os.scandir(model_path), key=lambda entry: entry.name):
+            if entry.is_file():
+                stat = entry.stat()
+                digest.update(f"{entry.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+    return digest.hexdigest()[:12]
+
+
+def _after_init_dispatcher(result: None, self: Scheduler) -> None:
+    from sglang.utils import TypeBasedDispatcher
+
+    self._request_dispatcher += TypeBasedDispatcher([(PsrlCommand, CommandHandler(self))])
+    setattr(self.flush_wrapper, flush.SCHEDULER_ATTRIBUTE, self)
+
+
+def _after_init_info(result: dict[str, Any], self: Scheduler) -> dict[str, Any]:
+    """The launcher refuses to serve an engine whose scheduler does not say this."""
+    tree = updates.tree_of(self)
+    return {**result, INIT_INFO_KEY: {"tree": type(tree).__name__, "tag": str(tree.versions.ledger.current)}}

@@ -1,0 +1,1 @@
+"""What demos, benchmarks and tests need around the package: models made on the spot, real SGLang servers."""
