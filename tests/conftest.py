@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from psrl_sglang.lab.models import make_model
-from psrl_sglang.lab.servers import Server
+from psrl_sglang.lab.servers import Generation, Server
 from psrl_sglang.lab.zygote import Zygote
 
 ServerFactory = Callable[..., Server]
@@ -30,6 +30,29 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     """A process with SGLang imported; a server started through it is up in seconds."""
     with Zygote(log_path=tmp_path_factory.mktemp("zygote") / "zygote.log") as process:
         yield process
+
+
+@pytest.fixture(scope="session")
+def fresh(
+    zygote: Zygote, models: dict[int, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Generation]]:
+    """What an engine that never had other weights and never caches answers: `fresh(seed, prompt, tokens)`.
+
+    One stock server per seed, without a radix cache, started when first asked.
+    """
+    logs = tmp_path_factory.mktemp("fresh")
+    servers: dict[int, Server] = {}
+    with ExitStack() as running:
+
+        def answer(seed: int, input_ids: list[int], max_new_tokens: int) -> Generation:
+            if seed not in servers:
+                args = (*SMALL_POOL, "--disable-radix-cache")
+                log_path = logs / f"seed-{seed}.log"
+                servers[seed] = Server(models[seed], args=args, zygote=zygote, log_path=log_path)
+                running.callback(servers[seed].stop, grace_s=0.0)
+            return servers[seed].generate(input_ids, max_new_tokens)
+
+        yield answer
 
 
 @pytest.fixture(scope="module")

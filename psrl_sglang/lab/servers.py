@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -225,7 +225,7 @@ class Server:
 
     def kill(self) -> None:
         """End the server at once, as a crash does; `stop` is still to be called."""
-        self._process.signal(signal.SIGKILL, group=True)
+        self._process.kill()
 
     def stop(self, *, grace_s: float = 15.0, timeout_s: float = 20.0) -> None:
         """End the server and everything it started; may be called again.
@@ -235,10 +235,10 @@ class Server:
         with self._stop_lock:
             self._client.close()
             if self._process.poll() is None and grace_s > 0:
-                self._process.signal(signal.SIGTERM)
+                self._process.terminate()
                 self._wait_exit(grace_s)
             if self._process.poll() is None:
-                self._process.signal(signal.SIGKILL, group=True)
+                self._process.kill()
                 if not self._wait_exit(timeout_s):
                     raise processes.ProcessTimeout(f"server {self.pid} outlived SIGKILL by {timeout_s} s")
             processes.wait_group_gone(self.pid, timeout_s=timeout_s)
@@ -262,9 +262,7 @@ class Server:
         while True:
             code = self._process.poll()
             if code is not None:
-                raise ServerError(
-                    f"the server exited with code {code}; the end of its log:\n{self.log_tail()}"
-                )
+                raise ServerError(f"the server exited with code {code}; the end of its log:\n{self.log_tail()}")
             try:
                 if self.get("/health", timeout_s=5.0).status_code == 200:
                     return
@@ -298,10 +296,17 @@ class _Child:
                 self._popen.returncode = processes.reap_group(self.pid)
             return self._popen.returncode
 
-    def signal(self, signum: signal.Signals, *, group: bool = False) -> None:
+    def terminate(self) -> None:
+        self._end(lambda: os.kill(self.pid, signal.SIGTERM))
+
+    def kill(self) -> None:
+        self._end(lambda: processes.kill_group(self.pid))
+
+    def _end(self, act: Callable[[], None]) -> None:
         with self._lock:
+            # Not collected yet, so the number is still the server's.
             if self._popen.returncode is None:
-                (processes.kill_group if group else os.kill)(self.pid, signum)
+                act()
 
 
 class _Fork:
@@ -320,8 +325,11 @@ class _Fork:
             self._code = self._zygote.poll(self.pid)
         return self._code
 
-    def signal(self, signum: signal.Signals, *, group: bool = False) -> None:
-        self._zygote.signal(self.pid, signum, group=group)
+    def terminate(self) -> None:
+        self._zygote.terminate(self.pid)
+
+    def kill(self) -> None:
+        self._zygote.kill(self.pid)
 
 
 def free_port() -> int:

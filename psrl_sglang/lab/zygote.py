@@ -121,9 +121,13 @@ class Zygote:
         """
         return self._request("poll", pid=pid)
 
-    def signal(self, pid: int, signum: signal.Signals, *, group: bool = False) -> None:
-        """Send a signal to a forked server or its whole group; does nothing when it has ended."""
-        self._request("signal", pid=pid, signum=int(signum), group=group)
+    def terminate(self, pid: int) -> None:
+        """Ask a forked server to end; does nothing when it has ended."""
+        self._request("terminate", pid=pid)
+
+    def kill(self, pid: int) -> None:
+        """Kill a forked server and everything it started; does nothing when it has ended."""
+        self._request("kill", pid=pid)
 
     def stop(self, *, timeout_s: float = 20.0) -> None:
         """Kill every server and end the zygote; may be called again."""
@@ -193,7 +197,7 @@ class _Nest:
                 break
             self._reply(self._answer(json.loads(line)))
         for pid in self._running:
-            processes.kill_group(pid, signal.SIGKILL)
+            processes.kill_group(pid)
         deadline = time.monotonic() + _REPLY_TIMEOUT_S
         while self._running and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -206,9 +210,11 @@ class _Nest:
         pid = request["pid"]
         if pid not in self._running and pid not in self._codes:
             return {"error": f"process {pid} is no server of this zygote"}
-        if operation == "signal" and pid in self._running:
-            # Uncollected, so the number is still the server's.
-            (os.killpg if request["group"] else os.kill)(pid, request["signum"])
+        # While it is not collected, the number is still the server's.
+        if operation == "terminate" and pid in self._running:
+            os.kill(pid, signal.SIGTERM)
+        if operation == "kill" and pid in self._running:
+            processes.kill_group(pid)
         return {"result": self._codes.get(pid) if operation == "poll" else None}
 
     def _fork(self, argv: list[str], env: dict[str, str], log_path: str, cwd: str) -> int:

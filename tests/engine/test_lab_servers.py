@@ -1,4 +1,4 @@
-"""Servers under the lab's control: a start tells why it failed, nothing is left behind, a fork is a server."""
+"""Servers under the lab's control: a start tells why it failed, nothing stays behind, a fork is a server."""
 
 import os
 import signal
