@@ -52,7 +52,8 @@ def exporting(config: PsrlConfig) -> Iterator[None]:
     try:
         yield
     finally:
-        del os.environ[_SETTINGS], os.environ[_INSTANCE]
+        os.environ.pop(_SETTINGS, None)
+        os.environ.pop(_INSTANCE, None)
 
 
 def refuse(message: str) -> NoReturn:

@@ -14,7 +14,7 @@ from http import HTTPStatus
 from typing import Annotated, Any
 from uuid import uuid4
 
-from fastapi import APIRouter, Response
+from fastapi import Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from sglang.srt.managers import tokenizer_control_mixin
@@ -92,7 +92,7 @@ def mount(app: Any, config: PsrlConfig) -> None:
 
     caller = Caller(lambda: http_server._global_state.tokenizer_manager, config)
     _replace_flush(app, caller)
-    app.include_router(make_router(caller))
+    _add_routes(app, caller)
 
 
 class CommandTimeout(TimeoutError):
@@ -160,22 +160,22 @@ class Caller:
             self.keep_lease(pin_id, self.config.sglang.command_timeout_s)  # a stalled engine: try again
 
 
-def make_router(caller: Caller) -> APIRouter:
-    router = APIRouter(prefix="/psrl/v1", tags=["psrl"])
+def _add_routes(app: Any, caller: Caller) -> None:
+    # On the app itself: SGLang's authorization finds a route's level only there, not in an included router.
 
-    @router.get("/status")
+    @app.get("/psrl/v1/status")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def status() -> JSONResponse:
         """Per version: tokens on the device, pinned, evictable; window, lag, crossing requests, counters."""
         return await caller.respond(PsrlCommand(operation="status"))
 
-    @router.post("/lookup")
+    @app.post("/psrl/v1/lookup")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def lookup(body: PrefixBody) -> JSONResponse:
         """How much of a prefix is on the device, and of which version. Changes nothing."""
         return await caller.respond(_command("lookup", body))
 
-    @router.post("/pin")
+    @app.post("/psrl/v1/pin")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def pin(body: PinBody) -> JSONResponse:
         """Keep a prefix on the device until unpinned or ``lease_s`` has passed."""
@@ -194,7 +194,7 @@ def make_router(caller: Caller) -> APIRouter:
             answer["lease_s"] = lease_s
         return JSONResponse(answer, response.status_code)
 
-    @router.post("/unpin")
+    @app.post("/psrl/v1/unpin")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def unpin(body: UnpinBody) -> JSONResponse:
         response = await caller.respond(
@@ -204,19 +204,17 @@ def make_router(caller: Caller) -> APIRouter:
             caller.end_lease(pin_id)
         return response
 
-    @router.post("/retire")
+    @app.post("/psrl/v1/retire")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def retire(body: RetireBody) -> JSONResponse:
         """Evict all of a version that no request and no pin holds."""
         return await caller.respond(PsrlCommand(operation="retire", version=body.version))
 
-    @router.get("/check")
+    @app.get("/psrl/v1/check")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def check() -> JSONResponse:
         """Check the books: per-version totals against the tree's, and SGLang's own tree check when idle."""
         return await caller.respond(PsrlCommand(operation="check"))
-
-    return router
 
 
 def _command(operation: str, body: PrefixBody, **more: str) -> PsrlCommand:

@@ -1,5 +1,6 @@
-"""The `psrl-sglang` commands around the package: `model make`."""
+"""The `psrl-sglang` commands around the package: `model make` and `demo`."""
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ def register(app: typer.Typer) -> None:
     # Without a callback typer turns a group of one command into that command.
     model.callback()(lambda: None)
     app.add_typer(model, name="model")
+    app.command("demo")(_demo)
 
 
 def _make(
@@ -28,3 +30,59 @@ def _make(
     except (ModelDirectoryError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(path)
+
+
+def _demo(
+    sessions: Annotated[int, typer.Option(min=1, help="Agent sessions to run.")] = 12,
+    seed: Annotated[int, typer.Option(help="Seed of the generated sessions.")] = 1,
+    trace: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Replay a cc_weka_compact.jsonl.gz instead."),
+    ] = None,
+    scale: Annotated[str, typer.Option(help="Factor for all token counts, at most 1.")] = "1/32",
+    preset: Annotated[str, typer.Option(help=f"Shape of the model: {', '.join(PRESETS)}.")] = "tiny",
+    columns: Annotated[
+        str, typer.Option(help="Which engines, separated by commas.")
+    ] = "flush,keep,strict,lag1",
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures to a file.")] = None,
+    keep_logs: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Keep the servers' logs here.")
+    ] = None,
+) -> None:
+    """Agent sessions with weight updates under way: stock SGLang and psrl side by side, in minutes on a CPU.
+
+    Exit status 1 if the strict engine served a stale token, failed an update, or answered unlike a fresh one.
+    """
+    from rich.console import Console
+
+    from psrl_sglang.lab.demo import COLUMNS, DemoOptions, run_demo
+
+    chosen = [name.strip() for name in columns.split(",")]
+    if unknown := [name for name in chosen if name not in COLUMNS]:
+        raise typer.BadParameter(f"unknown columns {unknown}; there are: {', '.join(COLUMNS)}")
+    if preset not in PRESETS:
+        raise typer.BadParameter(f"unknown preset {preset!r}; there are: {', '.join(PRESETS)}")
+    options = DemoOptions(
+        sessions=sessions,
+        seed=seed,
+        trace=trace,
+        scale=_fraction(scale),
+        preset=preset,
+        columns=chosen,
+        keep_logs=keep_logs,
+        json_path=json_path,
+    )
+    if problems := run_demo(options, Console()):
+        for problem in problems:
+            typer.echo(f"psrl, strict: {problem}", err=True)
+        raise typer.Exit(1)
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(Fraction(text))
+    except (ValueError, ZeroDivisionError) as error:
+        raise typer.BadParameter(f"{text!r} is not a number such as 1/32 or 0.05") from error
+    if not 0 < value <= 1:
+        raise typer.BadParameter(f"a scale is more than 0 and at most 1, got {text}")
+    return value

@@ -38,20 +38,15 @@ from psrl_sglang.namespace import VersionLedger, compose_salt
 CORES = ("python", "rust")
 ROWS = 6
 CONTEXT = 256
+
+# What the model is made of at one moment: equal means equal values.
+Weights = tuple[str, Any]
+
 _rids = count()
 
 
 class StaleKV(AssertionError):
     """A look-up handed out KV that the request must not use."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """What the model is made of at one moment. ``installation`` counts complete installations; None while the
-    weights are half written. Equal ``identity`` means equal values."""
-
-    identity: tuple[str, Any]
-    installation: int | None
 
 
 @dataclass(frozen=True)
@@ -361,19 +356,22 @@ class Trainer:
         self._updater = SimpleNamespace(scheduler=self._scheduler, _session=None)
         self._session_version: str | None = None
         self._session_failed = False
-        self.installed: list[tuple[str, Any]] = []
-        self.weights = Weights(("version", version), 0)
+        self.installed: list[Weights] = []
+        self.weights: Weights = ("none", None)
         self._install(("version", version))
 
     @property
     def in_session(self) -> bool:
         return self._updater._session is not None
 
+    @property
+    def half_written(self) -> bool:
+        return self.weights[0] == "half written"
+
     def may_serve(self, computed_by: Weights) -> bool:
-        if self.weights.installation is None or self._lag == 0:
-            return computed_by.identity == self.weights.identity
-        oldest = len(self.installed) - 1 - self._lag
-        return computed_by.installation is not None and computed_by.installation >= oldest
+        if self.half_written:
+            return computed_by == self.weights
+        return computed_by in self.installed[-1 - self._lag :]
 
     def update(self, version: str | None, *, success: bool = True) -> None:
         """``update_weights_from_disk``. A failure leaves unknown weights behind."""
@@ -415,7 +413,7 @@ class Trainer:
 
     def write_directly(self) -> None:
         """The weights are half written from here on, as RDMA does between begin and end."""
-        self.weights = Weights(("half written", next(self._unnamed)), None)
+        self.weights = ("half written", next(self._unnamed))
 
     def end(self) -> None:
         def original(updater: Any, recv_req: Any) -> Any:
@@ -429,7 +427,7 @@ class Trainer:
     def _name(self, version: str | None) -> None:
         updates.on_version_named(lambda *args, **kwargs: None, self._scheduler, version)
 
-    def _install(self, identity: tuple[str, Any]) -> None:
-        if not self.installed or identity != self.weights.identity:
-            self.installed.append(identity)
-        self.weights = Weights(identity, len(self.installed) - 1)
+    def _install(self, weights: Weights) -> None:
+        if weights != self.weights:
+            self.installed.append(weights)
+        self.weights = weights

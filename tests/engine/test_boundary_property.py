@@ -91,15 +91,13 @@ class Boundary(RuleBasedStateMachine):
     def update_without_a_name(self, version):
         self.engine.trainer.update(version, success=version is None)
 
-    @precondition(lambda self: not self.engine.trainer.in_session)
-    @rule()
-    def begin_session(self):
-        self.engine.trainer.begin()
-
-    @precondition(lambda self: self.engine.trainer.in_session)
-    @rule(version=st.none() | VERSIONS, success=st.sampled_from([True, True, False]))
-    def write_a_piece(self, version, success):
+    @rule(version=st.none() | VERSIONS, success=st.sampled_from([True, True, False]), work=PICK, token=TOKENS)
+    def write_a_piece(self, version, success, work, token):
+        if not self.engine.trainer.in_session:
+            self.engine.trainer.begin()
         self.engine.trainer.piece(version, success=success)
+        if self.engine.running:
+            self.step(work, token, work, 4)
 
     @precondition(lambda self: self.engine.trainer.in_session)
     @rule()
@@ -159,14 +157,18 @@ class Boundary(RuleBasedStateMachine):
                 engine.finish(req)
         if engine.trainer.in_session:
             engine.trainer.end()
+        self._probe_everything()
         for version in ("1", "2", "3", "4"):
             engine.trainer.update(version)
-            for text in self.texts:
-                for tag in engine.ledger.window():
-                    engine.probe(text, tag)
+            self._probe_everything()
         for pin in engine.tree.pins.list():
             engine.tree.pins.unpin(pin["pin_id"])
         engine.check_books()
+
+    def _probe_everything(self):
+        for text in self.texts:
+            for tag in self.engine.ledger.window():
+                self.engine.probe(text, tag)
 
     def _admit(self, req, chunk):
         if self.engine.admit(req, chunk=chunk % 24 or None):

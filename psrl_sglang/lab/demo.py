@@ -1,0 +1,214 @@
+"""The demo: multi-turn agent sessions, weight updates while they run, four engines side by side.
+
+Stock SGLang that flushes, stock SGLang that keeps its cache, psrl strict and psrl with a lag of one version run
+the same sessions with the same updates, one engine at a time; then their answers are checked against fresh
+engines. All servers are forked from one process that has SGLang imported, so that each is up in seconds.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from psrl_sglang.lab.demo_check import TOLERANCE, Comparison, compare
+from psrl_sglang.lab.demo_run import PAGE_TOKENS, Column, ColumnRun, Workload
+from psrl_sglang.lab.demo_table import Progress, figures, result_table
+from psrl_sglang.lab.demo_trainer import Trainer
+from psrl_sglang.lab.models import make_model
+from psrl_sglang.lab.servers import Server
+from psrl_sglang.lab.sessions import (
+    CODING_AGENT,
+    DEFAULT_SCALE,
+    Limits,
+    Session,
+    generate_sessions,
+    replay_trace,
+)
+from psrl_sglang.lab.zygote import Zygote
+
+
+def _lag(versions: int) -> dict[str, Any]:
+    return {"psrl": {"sglang": {"max_version_lag": versions}}}
+
+
+COLUMNS = {
+    column.key: column
+    for column in (
+        Column("flush", "stock, flush", None, flush=True, reuses_old_kv=False),
+        Column("keep", "stock, keep", None, flush=False, reuses_old_kv=True),
+        Column("strict", "psrl, strict", _lag(0), flush=False, reuses_old_kv=False),
+        Column("lag1", "psrl, lag 1", _lag(1), flush=False, reuses_old_kv=True),
+    )
+}
+_STRICT = "strict"
+# Weights of version N are those of seed 1 for odd N and of seed 2 for even N.
+_MODEL_SEEDS = (1, 2)
+LIMITS = Limits(turns=10, sequence_tokens=1536)
+_CONCURRENCY = 4
+_TURNS_PER_SYNC = 12
+# About as much as the sessions of one version need, so that old versions have to make room.
+_ENGINE_ARGS = (
+    *("--max-total-tokens", "16384", "--page-size", str(PAGE_TOKENS), "--context-length", "8192"),
+    *("--chunked-prefill-size", "512", "--weight-version", "1"),
+)
+_COLUMN_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """`columns` are keys of COLUMNS; `keep_logs` None throws the logs away; `trace` replays real sessions."""
+
+    sessions: int = 12
+    seed: int = 1
+    trace: Path | None = None
+    scale: float = DEFAULT_SCALE
+    preset: str = "tiny"
+    columns: Sequence[str] = tuple(COLUMNS)
+    keep_logs: Path | None = None
+    json_path: Path | None = None
+
+
+def run_demo(options: DemoOptions, console: Console) -> list[str]:
+    """Run everything and print it; returns what is wrong with the strict column, nothing when all is right."""
+    began_s = time.monotonic()
+    workload = Workload(_sessions(options), _CONCURRENCY, _TURNS_PER_SYNC)
+    columns = [COLUMNS[key] for key in options.columns]
+    console.print(_introduction(options, workload), highlight=False)
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(TemporaryDirectory(prefix="psrl-demo-")))
+        logs = options.keep_logs or directory
+        logs.mkdir(parents=True, exist_ok=True)
+        progress = stack.enter_context(Progress(console, columns, workload))
+        progress.say("making two models and importing SGLang once, for all servers")
+        models = [
+            make_model(directory / f"model-{seed}", seed=seed, preset=options.preset) for seed in _MODEL_SEEDS
+        ]
+        stage = _Stage(models, stack.enter_context(Zygote(log_path=logs / "zygote.log")), logs, progress)
+        runs = [stage.column(column, workload) for column in columns]
+        comparisons = stage.check(runs)
+    console.print(result_table(runs, comparisons))
+    problems = verdict(runs, comparisons)
+    if options.json_path is not None:
+        _write_json(options, workload, runs, comparisons, problems, time.monotonic() - began_s)
+    return problems
+
+
+def verdict(runs: Sequence[ColumnRun], comparisons: dict[str, Comparison]) -> list[str]:
+    """What the strict column promises and did not hold."""
+    problems: list[str] = []
+    for run in runs:
+        if run.outcome.column.key != _STRICT:
+            continue
+        checked = comparisons[_STRICT]
+        stale = max(run.outcome.stale_tokens, run.outcome.client_stale_tokens)
+        failed = run.trainer.failed_flushes + run.trainer.failed_updates
+        if stale:
+            problems.append(f"{stale} stale tokens served, expected 0")
+        if failed:
+            problems.append(f"{failed} failed updates, expected 0")
+        if checked.beyond_tolerance:
+            problems.append(f"worst logprob difference {checked.worst:.2e}, expected at most {TOLERANCE:g}")
+        if not checked.compared:
+            problems.append("no answer could be compared with a fresh engine")
+    return problems
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """Where the servers of a demo come from: one at a time, all forked from one zygote."""
+
+    models: Sequence[Path]
+    zygote: Zygote
+    logs: Path
+    progress: Progress
+
+    def column(self, column: Column, workload: Workload) -> ColumnRun:
+        self.progress.say(f"{column.title}: starting the server")
+        with self._server(
+            self.models[0], f"{column.key}.log", "--enable-metrics", config=column.psrl_config
+        ) as server:
+            return asyncio.run(self._play(column, workload, server))
+
+    def check(self, runs: Sequence[ColumnRun]) -> dict[str, Comparison]:
+        """Compare the answers of all columns with those of fresh engines."""
+        self.progress.say("comparing the answers with fresh engines")
+        return compare(
+            {run.outcome.column.key: run.outcome.legs for run in runs},
+            self._reference,
+            weights=len(self.models),
+            on_progress=self._on_compared,
+        )
+
+    def _on_compared(self, done: int, total: int) -> None:
+        if self.progress.is_live or done == total:
+            self.progress.say(f"compared {done} of {total} answers with fresh engines")
+
+    async def _play(self, column: Column, workload: Workload, server: Server) -> ColumnRun:
+        async with httpx.AsyncClient(base_url=server.url, trust_env=False) as client:
+            trainer = Trainer(client, self.models, column.flush)
+            run = ColumnRun(column, workload, trainer, client, on_progress=self.progress.column)
+            await run.run(timeout_s=_COLUMN_TIMEOUT_S)
+            return run
+
+    def _reference(self, number: int) -> Server:
+        log = f"reference-{number + 1}.log"
+        return self._server(self.models[number], log, "--disable-radix-cache", config=None)
+
+    def _server(self, model: Path, log: str, *args: str, config: Any) -> Server:
+        return Server(
+            model,
+            args=[*_ENGINE_ARGS, *args],
+            psrl_config=config,
+            log_path=self.logs / log,
+            zygote=self.zygote,
+        )
+
+
+def _sessions(options: DemoOptions) -> tuple[Session, ...]:
+    if options.trace is not None:
+        return replay_trace(options.trace, options.sessions, options.scale, limits=LIMITS)
+    return generate_sessions(
+        CODING_AGENT, options.sessions, seed=options.seed, scale=options.scale, limits=LIMITS
+    )
+
+
+def _introduction(options: DemoOptions, workload: Workload) -> str:
+    source = f"replayed from {options.trace.name}" if options.trace else f"generated with seed {options.seed}"
+    return (
+        f"{len(workload.sessions)} agent sessions, {workload.turns} turns, {source}, token counts times "
+        f"{options.scale:.4g}; {workload.concurrency} at a time; "
+        f"a weight update every {workload.turns_per_sync} turns"
+    )
+
+
+def _write_json(
+    options: DemoOptions,
+    workload: Workload,
+    runs: Sequence[ColumnRun],
+    comparisons: dict[str, Comparison],
+    problems: Sequence[str],
+    wall_s: float,
+) -> None:
+    assert options.json_path is not None
+    report = {
+        "sessions": len(workload.sessions),
+        "turns": workload.turns,
+        "seed": options.seed,
+        "trace": options.trace.name if options.trace else None,
+        "scale": options.scale,
+        "preset": options.preset,
+        "concurrency": workload.concurrency,
+        "turns_per_sync": workload.turns_per_sync,
+        "columns": {run.outcome.column.key: figures(run, comparisons[run.outcome.column.key]) for run in runs},
+        "problems": list(problems),
+        "wall_s": wall_s,
+    }
+    options.json_path.write_text(json.dumps(report, indent=2) + "\n")
