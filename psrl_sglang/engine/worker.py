@@ -184,11 +184,12 @@ def _make_settings(config: PsrlConfig, ctx: Any) -> TreeSettings:
 
 def _agreed_instance() -> str:
     """The engine's id, the same on every rank, also when each node made its own."""
-    box = [exported_instance()]
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        from sglang.srt.distributed import get_world_group
+    from sglang.srt.runtime_context import get_parallel
 
-        torch.distributed.broadcast_object_list(box, src=0, group=get_world_group().cpu_group)
+    box = [exported_instance()]
+    group = get_parallel().world_group
+    if group.world_size > 1:
+        torch.distributed.broadcast_object_list(box, src=group.ranks[0], group=group.cpu_group)
     return box[0]
 
 

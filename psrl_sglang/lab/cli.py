@@ -8,6 +8,9 @@ import typer
 
 from psrl_sglang.lab.models import PRESETS, ModelDirectoryError, make_model
 
+# Where there is no terminal, the table decides how wide the output is.
+_PLAIN_WIDTH = 112
+
 
 def register(app: typer.Typer) -> None:
     """Add the commands of this package to `app`."""
@@ -72,7 +75,10 @@ def _demo(
         keep_logs=keep_logs,
         json_path=json_path,
     )
-    if problems := run_demo(options, Console()):
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PLAIN_WIDTH)
+    if problems := run_demo(options, console):
         for problem in problems:
             typer.echo(f"psrl, strict: {problem}", err=True)
         raise typer.Exit(1)

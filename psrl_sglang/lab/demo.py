@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from psrl_sglang.lab.demo_check import TOLERANCE, Comparison, compare
+from psrl_sglang.lab.demo_check import TOLERANCE, Comparison, compare, stopping
 from psrl_sglang.lab.demo_run import PAGE_TOKENS, Column, ColumnRun, Workload
 from psrl_sglang.lab.demo_table import Progress, figures, result_table
 from psrl_sglang.lab.demo_trainer import Trainer
@@ -54,12 +54,14 @@ _MODEL_SEEDS = (1, 2)
 LIMITS = Limits(turns=10, sequence_tokens=1536)
 _CONCURRENCY = 4
 _TURNS_PER_SYNC = 12
-# About as much as the sessions of one version need, so that old versions have to make room.
+# Less than what all sessions compute under one version, so that the cache has to choose what to drop.
 _ENGINE_ARGS = (
-    *("--max-total-tokens", "16384", "--page-size", str(PAGE_TOKENS), "--context-length", "8192"),
+    *("--max-total-tokens", "8192", "--page-size", str(PAGE_TOKENS), "--context-length", "8192"),
     *("--chunked-prefill-size", "512", "--weight-version", "1"),
 )
 _COLUMN_TIMEOUT_S = 600.0
+# Threads of one small forward wait for each other longer than they compute as soon as a core is busy.
+_ENGINE_ENV = {"OMP_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
@@ -132,9 +134,9 @@ class _Stage:
 
     def column(self, column: Column, workload: Workload) -> ColumnRun:
         self.progress.say(f"{column.title}: starting the server")
-        with self._server(
-            self.models[0], f"{column.key}.log", "--enable-metrics", config=column.psrl_config
-        ) as server:
+        log = f"{column.key}.log"
+        server = self._server(self.models[0], log, "--enable-metrics", config=column.psrl_config)
+        with stopping(server):
             return asyncio.run(self._play(column, workload, server))
 
     def check(self, runs: Sequence[ColumnRun]) -> dict[str, Comparison]:
@@ -167,6 +169,7 @@ class _Stage:
             model,
             args=[*_ENGINE_ARGS, *args],
             psrl_config=config,
+            env=_ENGINE_ENV,
             log_path=self.logs / log,
             zygote=self.zygote,
         )

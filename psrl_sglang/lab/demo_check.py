@@ -7,6 +7,7 @@ with those the demo's engine reported while it generated them.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +50,7 @@ def compare(
     for key, leg in wanted:
         by_weights[(leg.version - 1) % weights].append((key, leg))
     for number, group in sorted(by_weights.items()):
-        with start_reference(number) as server:
+        with stopping(start_reference(number)) as server:
             for batch in _batches(group):
                 answers = _reference_logprobs(server, [leg for _, leg in batch])
                 for (key, leg), expected in zip(batch, answers, strict=True):
@@ -58,6 +59,15 @@ def compare(
                 done += len(batch)
                 on_progress(done, len(wanted))
     return {key: _summary(found) for key, found in worst.items()}
+
+
+@contextmanager
+def stopping(server: Server) -> Iterator[Server]:
+    """The server until the end of the block, then killed: a graceful end takes seconds and nothing needs it."""
+    try:
+        yield server
+    finally:
+        server.stop(grace_s=0.0)
 
 
 def _summary(found: Sequence[tuple[Leg, float]]) -> Comparison:

@@ -17,6 +17,7 @@ class RequestFailed(Exception):
 class Leg:
     """One request. A turn has one, and one more for each time it was aborted and sent again.
 
+    `resumes_session_after_sync` marks the first one of its session whose history is of an earlier version.
     `sent_under` is the version that the client expects it to be admitted under: the current one, or the next
     one while the engine is paused for an update.
     """
@@ -29,7 +30,7 @@ class Leg:
     logprobs: tuple[float, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
     first_token_at_s: float | None = None
-    # Set by the trainer: an update took place while this request ran; its KV was given back for it, at version N.
+    # Set at an update: it took place while this request ran, and its KV was given back for version N.
     in_flight_at_update: bool = False
     recomputed_under: int = 0
 
@@ -45,6 +46,12 @@ class Leg:
     @property
     def cached_tokens(self) -> int:
         return self.meta["cached_tokens"]
+
+    @property
+    def first_version(self) -> int:
+        """The version that sampled the first token."""
+        spans = self.meta.get("weight_versions")
+        return int(spans[0]["version"]) if spans else self.version
 
     @property
     def version(self) -> int:

@@ -143,7 +143,7 @@ class ColumnRun:
                 prompt = session.prompt(number, sequence)
                 legs = await self._turn(prompt, turn.output_tokens, version)
                 sequence = prompt + list(concatenated(legs))
-                version = legs[-1].version
+                version = legs[-1].first_version
                 self.outcome.turns_done += 1
                 self._note()
             self.outcome.sessions_done += 1
@@ -237,6 +237,9 @@ class ColumnRun:
             leg.in_flight_at_update = True
             if gave_back_kv:
                 leg.recomputed_under = self.trainer.version
+                if not self.outcome.column.reuses_old_kv:
+                    # Computed again as soon as the engine goes on, and then there for others to hit.
+                    self._ledger.record(leg.prompt, [self.trainer.version] * len(leg.prompt), 0)
 
     def _expected_version(self) -> int:
         return self.trainer.version + (1 if self.trainer.is_paused else 0)

@@ -1,4 +1,4 @@
-"""What the demo shows: a live table while it runs (plain lines when the output is no terminal), then the result."""
+"""What the demo shows: a live table (plain lines when the output is no terminal), then the result."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -83,8 +83,10 @@ class Progress:
 
 def result_table(runs: Sequence[ColumnRun], comparisons: Mapping[str, Comparison]) -> Table:
     """The columns side by side."""
-    table = Table(title="Same sessions, same weight updates, one engine after the other", title_justify="left")
-    table.add_column("")
+    table = Table(
+        title="The same sessions, same weight updates, one engine after the other", title_justify="left"
+    )
+    table.add_column("", no_wrap=True)
     for run in runs:
         table.add_column(run.outcome.column.title, justify="right")
     for heading, cell in _ROWS.items():
@@ -125,9 +127,8 @@ def figures(run: ColumnRun, comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _computed(run: ColumnRun, _: Comparison) -> str:
-    outcome = run.outcome
-    return f"{outcome.computed_tokens:,} ({outcome.computed_tokens / max(outcome.prompt_tokens, 1):.1%})"
+def _share(run: ColumnRun, _: Comparison) -> str:
+    return f"{run.outcome.computed_tokens / max(run.outcome.prompt_tokens, 1):.1%}"
 
 
 def _ttft(share: float) -> Any:
@@ -155,13 +156,14 @@ def _beyond(_: ColumnRun, comparison: Comparison) -> str:
 
 
 _ROWS = {
-    "prompt tokens computed (share)": _computed,
+    "prompt tokens computed": lambda run, _: f"{run.outcome.computed_tokens:,}",
+    "  share of all prompt tokens": _share,
     "  of these computed before": lambda run, _: f"{run.outcome.repeated_tokens:,}",
-    "engine prefill tokens, retractions included": lambda run, _: f"{run.outcome.engine_prefill_tokens:,}",
+    "tokens prefilled by the engine": lambda run, _: f"{run.outcome.engine_prefill_tokens:,}",
     "time to first token, p50": _ttft(0.5),
     "time to first token, p99": _ttft(0.99),
     "stale tokens served": _stale,
-    "failed updates (flush timed out + HTTP 400)": _failed,
+    "failed updates (flush + HTTP 400)": _failed,
     "worst logprob difference": _worst,
     f"answers off by more than {TOLERANCE:g}": _beyond,
 }

@@ -15,6 +15,7 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 DEFAULT_SCALE = 1 / 32
@@ -197,7 +198,7 @@ def _replay(record: dict[str, Any], rows: list[_Row], scale: float, limits: Limi
     turns = [
         Turn(0, max(_scaled(first.prompt, scale), head), _scaled(first.output, scale), first.think_s),
     ]
-    for before, row in zip(rows, rows[1:], strict=False):
+    for before, row in pairwise(rows):
         last = turns[-1]
         if row.kept >= before.prompt // block * block:
             kept = last.prompt_tokens + last.output_tokens
@@ -279,7 +280,7 @@ def _by_kind(sessions: Sequence[Session]) -> tuple[_Steps, _Steps, _Steps]:
 
 def _steps(sessions: Sequence[Session]) -> Iterator[tuple[Turn, Turn]]:
     for session in sessions:
-        yield from zip(session.turns, session.turns[1:], strict=False)
+        yield from pairwise(session.turns)
 
 
 def quantiles(values: Sequence[float]) -> tuple[float, ...]:

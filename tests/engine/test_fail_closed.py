@@ -93,7 +93,8 @@ def test_a_model_with_recurrent_state_is_refused_before_weights_load(refusal, mo
         if file.name != "config.json" and file.suffix != ".safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert "recurrent state" in refusal("--mamba-radix-cache-strategy", "no_buffer", psrl_config={}, model=tmp_path)
+    args = ("--mamba-radix-cache-strategy", "no_buffer", "--page-size", "1", "--disable-overlap-schedule")
+    assert "recurrent state" in refusal(*args, psrl_config={}, model=tmp_path)
 
 
 @pytest.mark.parametrize(
