@@ -173,7 +173,7 @@ def _next(profile: Profile, before: Turn, head: int, scale: float, source: rando
         return Turn(max(kept, 0), _scaled(_draw(profile.compaction_new, source), scale), output, think_s)
     if kind < profile.compaction_share + profile.trim_share:
         trimmed = _scaled(_draw(profile.trimmed, source), scale)
-        kept = max(before.prompt_tokens - trimmed, head)
+        kept = max(before.prompt_tokens - trimmed, min(head, before.prompt_tokens))
         again = before.prompt_tokens - kept + before.output_tokens
         return Turn(kept, again + added, output, think_s)
     return Turn(before.prompt_tokens + before.output_tokens, added, output, think_s)

@@ -5,33 +5,30 @@ interpreter's own packages.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from support import NAMED, STRICT, assert_same
+from support import NAMED, STRICT
 
 from psrl_sglang.lab import processes
-from psrl_sglang.lab.servers import Generation, Server, free_port
+from psrl_sglang.lab.servers import Server, free_port
 from psrl_sglang.lab.zygote import Zygote
 
-EngineFactory = Callable[..., AbstractContextManager[Server]]
+EngineFactory = Callable[..., Server]
 
-# What an engine answered with the weights of a seed: (seed, prompt, answer).
-Claim = tuple[int, list[int], Generation]
-
-CHUNK_TOKENS = 16
 _SMALL_POOL = ("--max-total-tokens", "4096", "--page-size", "16", "--context-length", "4096")
 _SERVER_ARGS = (
     *("--host", "127.0.0.1", "--http-host", "127.0.0.1", "--l1-size-gb", "1"),
-    *("--chunk-size", str(CHUNK_TOKENS), "--eviction-policy", "LRU", "--supported-transfer-mode", "auto"),
+    *("--chunk-size", "16", "--eviction-policy", "LRU", "--supported-transfer-mode", "auto"),
 )
 _START_S = 180.0
 
@@ -49,33 +46,71 @@ def lmcache_env() -> dict[str, str]:
     return env
 
 
+class LMCacheServer:
+    """A running LMCache server; `stop` ends it."""
+
+    def __init__(self, directory: Path, env: dict[str, str]) -> None:
+        port, http_port = free_port(), free_port()
+        main = "from lmcache.cli.main import main; main()"
+        command = [sys.executable, "-c", main, "server", *_SERVER_ARGS]
+        command += ["--port", str(port), "--http-port", str(http_port)]
+        self.url = f"http://127.0.0.1:{http_port}"
+        self.config = directory / "lmcache.yaml"
+        self.config.write_text(f'mp_host: "tcp://127.0.0.1"\nmp_port: {port}\n')
+        self._log_path = directory / "lmcache.log"
+        with self._log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                env={**os.environ, **env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            self._wait_healthy()
+        except BaseException:
+            self.stop()
+            raise
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Meanwhile it answers nothing, and nothing that was sent is lost."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.killpg(self._process.pid, signal.SIGCONT)
+
+    def status(self) -> dict[str, Any]:
+        return httpx.get(f"{self.url}/status", timeout=30.0, trust_env=False).raise_for_status().json()
+
+    def stop(self) -> None:
+        # Collected after its group was killed, so the number is still its own.
+        if self._process.returncode is None:
+            processes.kill_group(self._process.pid)
+            self._process.wait(timeout=30)
+
+    def _wait_healthy(self) -> None:
+        deadline = time.monotonic() + _START_S
+        while True:
+            ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            tail = self._log_path.read_bytes()[-4000:].decode(errors="replace")
+            assert ended is None, f"the LMCache server has ended; the end of its log:\n{tail}"
+            try:
+                if httpx.get(f"{self.url}/healthcheck", timeout=5.0, trust_env=False).status_code == 200:
+                    return
+            except httpx.TransportError:
+                pass
+            assert time.monotonic() < deadline, f"not up after {_START_S} s; the end of the log:\n{tail}"
+            time.sleep(0.2)
+
+
 @pytest.fixture(scope="session")
-def lmcache_config(lmcache_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A running LMCache server, as the file that `--lmcache-config-file` takes."""
-    directory = tmp_path_factory.mktemp("lmcache")
-    port, http_port = free_port(), free_port()
-    main = "from lmcache.cli.main import main; main()"
-    command = [sys.executable, "-c", main, "server", *_SERVER_ARGS]
-    command += ["--port", str(port), "--http-port", str(http_port)]
-    log_path = directory / "lmcache.log"
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            env={**os.environ, **lmcache_env},
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        _wait_healthy(process, f"http://127.0.0.1:{http_port}/healthcheck", log_path)
-        config = directory / "lmcache.yaml"
-        config.write_text(f'mp_host: "tcp://127.0.0.1"\nmp_port: {port}\n')
-        yield config
-    finally:
-        if process.returncode is None:
-            processes.kill_group(process.pid)
-            process.wait(timeout=30)
+def lmcache(lmcache_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCacheServer]:
+    server = LMCacheServer(tmp_path_factory.mktemp("lmcache"), lmcache_env)
+    yield server
+    server.stop()
 
 
 @pytest.fixture(scope="session")
@@ -85,65 +120,41 @@ def lmcache_zygote(lmcache_env: dict[str, str], tmp_path_factory: pytest.TempPat
         yield process
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine(
-    lmcache_config: Path,
+    lmcache: LMCacheServer,
     lmcache_env: dict[str, str],
     lmcache_zygote: Zygote,
     models: dict[int, Path],
-    tmp_path: Path,
-) -> EngineFactory:
-    """Starts an engine on the LMCache server: `with engine(psrl_config=..., args=...)`, by default strict, on
-    version "1"; `psrl_config=None` is an SGLang without the plugin."""
-    numbers = count()
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[EngineFactory]:
+    """Starts an engine, the one before it having ended: `engine(psrl_config=..., args=..., external=True)`.
 
-    @contextmanager
-    def start(*, args: tuple[str, ...] = NAMED, psrl_config: Any = STRICT) -> Iterator[Server]:
-        lmcache = ("--enable-lmcache", "--lmcache-config-file", str(lmcache_config))
+    By default strict, on version "1", on the LMCache server; `psrl_config=None` is SGLang without the plugin.
+    """
+    logs, numbers = tmp_path_factory.mktemp("engines"), count()
+    running: list[Server] = []
+
+    def stop() -> None:
+        for server in running:
+            # A killed client would stay registered with the LMCache server.
+            server.stop(grace_s=20.0)
+        running.clear()
+
+    def start(*, args: tuple[str, ...] = NAMED, psrl_config: Any = STRICT, external: bool = True) -> Server:
+        stop()
+        if external:
+            args = ("--enable-lmcache", "--lmcache-config-file", str(lmcache.config), *args)
         server = Server(
             models[1],
-            args=(*_SMALL_POOL, *lmcache, *args),
+            args=(*_SMALL_POOL, *args),
             psrl_config=psrl_config,
             env=lmcache_env,
             zygote=lmcache_zygote,
-            log_path=tmp_path / f"engine-{next(numbers)}.log",
+            log_path=logs / f"engine-{next(numbers)}.log",
         )
-        try:
-            yield server
-        finally:
-            # A killed client would stay registered with the LMCache server.
-            server.stop(grace_s=20.0)
+        running.append(server)
+        return server
 
-    return start
-
-
-@pytest.fixture
-def assert_never_stale(
-    lmcache_env: dict[str, str], lmcache_zygote: Zygote, models: dict[int, Path], tmp_path: Path
-) -> Callable[[list[Claim]], None]:
-    """Checks claims against an engine without any cache; called once the engine that made them has ended."""
-
-    def check(claims: list[Claim]) -> None:
-        options = {"env": lmcache_env, "zygote": lmcache_zygote, "log_path": tmp_path / "reference.log"}
-        with Server(models[1], args=(*_SMALL_POOL, "--disable-radix-cache"), **options) as reference:
-            for seed in sorted({seed for seed, _, _ in claims}):
-                assert reference.update_weights(models[seed]).success
-                for _, asked, answer in (claim for claim in claims if claim[0] == seed):
-                    assert_same(answer, reference.generate(asked, len(answer.output_ids)))
-
-    return check
-
-
-def _wait_healthy(process: subprocess.Popen[bytes], url: str, log_path: Path) -> None:
-    deadline = time.monotonic() + _START_S
-    while True:
-        ended = process.poll()
-        tail = log_path.read_bytes()[-4000:].decode(errors="replace")
-        assert ended is None, f"the LMCache server exited with code {ended}; the end of its log:\n{tail}"
-        try:
-            if httpx.get(url, timeout=5.0, trust_env=False).status_code == 200:
-                return
-        except httpx.TransportError:
-            pass
-        assert time.monotonic() < deadline, f"no LMCache server after {_START_S} s; the end of its log:\n{tail}"
-        time.sleep(0.2)
+    yield start
+    stop()
