@@ -38,9 +38,7 @@ def _config() -> None:
 @config_app.command("check")
 def check(
     file: Annotated[str, typer.Argument(help="A YAML or JSON file, or an inline JSON object.")],
-    show_all: Annotated[
-        bool, typer.Option("--all", help="List defaults too, not only what differs.")
-    ] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="List defaults too, not only what differs.")] = False,
     allow_unbuilt: Annotated[
         bool, typer.Option("--allow-unbuilt", help="Accept settings whose feature is not in this release.")
     ] = False,

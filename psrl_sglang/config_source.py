@@ -166,9 +166,7 @@ def _check_names(
         if meant is None:
             continue
         target = _SECTION_PATHS.get(meant) or (f"{path}.{meant}" if path else _full_path(meant))
-        said = (
-            f"is not read here, its place is {target}" if key == meant else f"is not a section, {target} is"
-        )
+        said = f"is not read here, its place is {target}" if key == meant else f"is not a section, {target} is"
         found.problems.append(Problem(joined(path, key), value, said, f"write `{target}`, or remove it"))
 
 

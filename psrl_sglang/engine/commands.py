@@ -34,7 +34,7 @@ class PsrlCommand(BaseReq, kw_only=True):
     ``version`` is a version string or label, None for the current one."""
 
     operation: str
-    tokens: list[int] = []
+    tokens: list[int] = msgspec.field(default_factory=list)
     extra_key: str | None = None
     cache_salt: str | None = None
     version: str | None = None
@@ -167,10 +167,7 @@ class CommandHandler:
         }
 
     def _unpin(self, tree: VersionedTree, command: PsrlCommand) -> dict[str, Any]:
-        if command.pin_id:
-            ids = [command.pin_id]
-        else:
-            ids = tree.pins.of_owner(command.owner)
+        ids = [command.pin_id] if command.pin_id else tree.pins.of_owner(command.owner)
         try:
             released = [tree.pins.unpin(pin_id) for pin_id in ids]
         except KeyError:

@@ -48,20 +48,19 @@ class VersionControl:
         states = (versions_of(req) for req in self._live if req.kv.holds_kv and not req.finished())
         return sum(1 for state in states if state is not None and state.tag != current)
 
-    def assign(self, params: MatchPrefixParams) -> None:
+    def assign(self, key: RadixKey, req: Req) -> None:
         """Before a look-up on behalf of a request: settle its namespace and point the look-up key at it."""
-        req = params.req
         state = versions_of(req) or attach_versions(req, req.cache_salt)
         self._live.add(req)
         slot = self._tree.session.find_active_slot(req)
-        if slot is not None and not req.kv.holds_kv and not self._may_use(getattr(slot, _SLOT_TAG, None)):
-            self._tree.session.release_session(req.session.session_id)
-            self.metrics.sessions_dropped += 1
-            slot = None
         if not req.kv.holds_kv:
-            tag = getattr(slot, _SLOT_TAG) if slot is not None else self._choose(params.key, state)
-            self._retag(req, state, tag)
-        params.key.cache_salt = req.cache_salt
+            slot_tag = getattr(slot, _SLOT_TAG, None)
+            if slot is not None and req.session is not None and not self._may_use(slot_tag):
+                self._tree.session.release_session(req.session.session_id)
+                self.metrics.sessions_dropped += 1
+                slot_tag = None
+            self._retag(req, state, slot_tag or self._choose(key, state))
+        key.cache_salt = req.cache_salt
 
     def on_admitted(self, req: Req) -> None:
         """The request has its row of KV: count what it reuses, once per admission."""
@@ -130,7 +129,7 @@ class VersionControl:
             return self._tree.tree_core.match_full_device_prefix(probe)[0]
         result = self._tree.tree_core.match_prefix(MatchPrefixParams(key=probe))
         # A walk may split a node; its actions belong to the tree, not to the request.
-        self._tree._apply_cache_actions(result.cache_actions)
+        self._tree._apply_cache_actions(list(result.cache_actions))
         return result.device_prefix_len + result.host_hit_length
 
     def _retag(self, req: Req, state: RequestVersions, tag: str) -> None:

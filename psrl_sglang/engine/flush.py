@@ -27,18 +27,24 @@ def around_flush(
     loses the pool's memory and keeps SGLang's real flush."""
     scheduler: Scheduler = getattr(self, SCHEDULER_ATTRIBUTE)
     tree = tree_of(scheduler)
+    ledger = tree.versions.ledger
     held = len(tree.pins) or tree.session.any_holding_kv()
-    if not held and scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused):
+    if ledger.is_strict and not held and scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused):
         return FlushCacheReqOutput(success=self._flush_cache(), message="Cache flushed. Nothing stayed.")
     before = tree.evictable_size()
-    tree.evict(EvictParams(num_tokens=before))
     retired = tree.retire_dead()
+    if ledger.is_strict:
+        tree.evict(EvictParams(num_tokens=tree.evictable_size()))
+        kept = ""
+    else:
+        # Trainers flush around every update; that must not take what the lag is there to reuse.
+        kept = f" {tree.evictable_size()} tokens of the lag window are kept; /psrl/v1/retire drops them."
     running, waiting = len(scheduler.running_batch.reqs), len(scheduler.waiting_queue)
     return FlushCacheReqOutput(
         success=True,
         message=(
             f"Cache flushed. {before - tree.evictable_size()} unlocked tokens dropped, {len(retired)} dead "
-            f"version(s) retired. Stayed: {tree.protected_size()} tokens of {running} running and {waiting} "
+            f"version(s) retired.{kept} Stayed: {tree.protected_size()} tokens of {running} running and {waiting} "
             f"waiting request(s), {tree.pins.tokens} of them in {len(tree.pins)} pin(s)."
         ),
     )

@@ -122,9 +122,7 @@ def _hook_launch() -> None:
     seams.verify(mine, patched=frozenset(HookRegistry._patched))
 
 
-def _around_launch(
-    original: Callable[..., Any], cls: Any, server_args: Any, *args: Any, **kwargs: Any
-) -> Any:
+def _around_launch(original: Callable[..., Any], cls: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any:
     config = settings_of(server_args)
     if config is None:
         return original(cls, server_args, *args, **kwargs)

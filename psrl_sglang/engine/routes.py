@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 from uuid import uuid4
 
 from fastapi import Response
@@ -90,7 +90,7 @@ def mount(app: Any, config: PsrlConfig) -> None:
     """Add the routes to SGLang's app and let ``/flush_cache`` say what stayed."""
     from sglang.srt.entrypoints import http_server
 
-    caller = Caller(lambda: http_server._global_state.tokenizer_manager, config)
+    caller = Caller(lambda: cast(Any, http_server._global_state).tokenizer_manager, config)
     _replace_flush(app, caller)
     _add_routes(app, caller)
 
@@ -120,9 +120,7 @@ class Caller:
         try:
             replies = await asyncio.wait_for(asyncio.shield(answer), limit_s)
         except TimeoutError:
-            raise CommandTimeout(
-                f"the scheduler did not answer {command.operation!r} in {limit_s} s"
-            ) from None
+            raise CommandTimeout(f"the scheduler did not answer {command.operation!r} in {limit_s} s") from None
         return [(reply.status, json.loads(reply.body)) for reply in replies]
 
     async def respond(self, command: PsrlCommand) -> JSONResponse:

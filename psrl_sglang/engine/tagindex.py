@@ -49,7 +49,9 @@ class TagIndex(Protocol):
 
 
 def make_tag_index(tree: VersionedTree) -> TagIndex:
-    return PythonTagIndex(tree) if isinstance(tree.tree_core, UnifiedTreeCore) else LeafTagIndex(tree)
+    if isinstance(tree.tree_core, UnifiedTreeCore):
+        return PythonTagIndex(tree, tree.tree_core)
+    return LeafTagIndex(tree)
 
 
 def _tag_of(node: Any) -> str | None:
@@ -59,12 +61,9 @@ def _tag_of(node: Any) -> str | None:
 class PythonTagIndex:
     """Reads the Python core's node arena; keeps no state of its own."""
 
-    def __init__(self, tree: VersionedTree) -> None:
+    def __init__(self, tree: VersionedTree, core: UnifiedTreeCore) -> None:
         self._tree = tree
-
-    @property
-    def _core(self) -> UnifiedTreeCore:
-        return self._tree.tree_core
+        self._core = core
 
     def note(self, tag: str, node_id: Any) -> None:
         pass
@@ -204,4 +203,4 @@ class LeafTagIndex:
         core = self._tree.tree_core
         taken = core.inc_lock_ref(node_id)
         core.dec_lock_ref(node_id, taken.to_dec_params())
-        return taken.delta > 0
+        return (taken.delta or 0) > 0

@@ -30,15 +30,16 @@ class VersionedTree(UnifiedRadixCache):
     """
 
     psrl_settings: TreeSettings
+    _is_built = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.versions: VersionControl | None = None  # the base constructor calls reset()
         super().__init__(*args, **kwargs)
         settings = self.psrl_settings
         self.versions = VersionControl(self, settings.ledger, settings.metrics)
         self.tags: TagIndex = make_tag_index(self)
         self.pins = PinTable(self, budget_tokens=settings.pin_budget_tokens(self))
         self.updates = UpdateWatch()
+        self._is_built = True
 
     @property
     def has_host_tier(self) -> bool:
@@ -50,25 +51,20 @@ class VersionedTree(UnifiedRadixCache):
         return self.linker is not None or self.enable_storage or hasattr(self, "lmcache_connector")
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        if params.req is not None and self.versions is not None:
-            self.versions.assign(params)
+        if params.req is not None:
+            self.versions.assign(params.key, params.req)
         return super().match_prefix(params)
 
     def maybe_hand_to_session(self, req: Any) -> None:
         super().maybe_hand_to_session(req)
-        if self.versions is not None:
-            self.versions.on_admitted(req)
+        self.versions.on_admitted(req)
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         # Capped here and not further in, so that an external store behind checkpoint() sees the cap too.
-        if self.versions is not None:
-            up_to = self.versions.publish_limit(req, up_to)
-        super().checkpoint(req, up_to=up_to, **kwargs)
+        super().checkpoint(req, up_to=self.versions.publish_limit(req, up_to), **kwargs)
 
     def insert(self, params: InsertParams) -> InsertResult:
-        if self.versions is None:
-            return super().insert(params)
-        tag, _ = split_salt(params.key.cache_salt)
+        tag, _ = split_salt(params.key.cache_salt) if params.key is not None else (None, None)
         if tag is not None and self.psrl_settings.priority_step:
             step = self.psrl_settings.priority_step
             order = self.versions.ledger.order_of(tag)
@@ -80,7 +76,7 @@ class VersionedTree(UnifiedRadixCache):
 
     def reset(self) -> None:
         super().reset()
-        if self.versions is not None:
+        if self._is_built:  # the base constructor calls this too
             self.pins.forget()
             self.tags.clear()
 

@@ -1,5 +1,5 @@
-"""A versioned tree without a server: SGLang's own tree, pools, allocation and release code in this process, with
-a model that computes nothing and remembers which weights it would have computed every KV slot with."""
+"""A versioned tree without a server: SGLang's own tree, pools, allocation and release code in this process, and
+a model that only remembers which weights it would have computed every KV slot with."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from typing import Any
 os.environ.setdefault("SGLANG_PLATFORM", "psrl_cpu")  # read when SGLang is imported
 
 import torch
+from offline_trainer import Trainer, Weights
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_LENGTH, Req, retract_all
 from sglang.srt.mem_cache.allocation import alloc_for_decode, alloc_for_extend
 from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.common import checkpoint_kv_cache, release_kv_cache
+from sglang.srt.mem_cache.common import checkpoint_kv_cache, match_kv_cache, release_kv_cache
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from sglang.srt.session.session_controller import Session
 
 from psrl_sglang.config import PsrlConfig
 from psrl_sglang.engine import eviction, updates
@@ -38,9 +40,6 @@ from psrl_sglang.namespace import VersionLedger, compose_salt
 CORES = ("python", "rust")
 ROWS = 6
 CONTEXT = 256
-
-# What the model is made of at one moment: equal means equal values.
-Weights = tuple[str, Any]
 
 _rids = count()
 
@@ -78,7 +77,6 @@ class OfflineEngine:
     ) -> None:
         torch.set_num_threads(1)
         set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", page_size=page_size, device="cpu"))
-        self.lag = lag
         self.ledger = VersionLedger(version, instance="offline", max_version_lag=lag)
         config = PsrlConfig.model_validate(psrl or {})
         if policy == eviction.POLICY:
@@ -115,7 +113,7 @@ class OfflineEngine:
         self.running: list[Req] = []
         self.waiting: list[Req] = []
         self.written: dict[int, Written] = {}
-        self.trainer = Trainer(self, version)
+        self.trainer = Trainer(self.tree, version, lag=lag)
 
     # requests ------------------------------------------------------------------------------------------------
 
@@ -126,8 +124,20 @@ class OfflineEngine:
         self.waiting.append(req)
         return req
 
+    def turn(self, session: Session, tokens: Iterable[int]) -> Req:
+        """The next request of a streaming session: its history and ``tokens``."""
+        last = [node.req for node in session.req_nodes.values()]
+        history = [*last[0].origin_input_ids, *last[0].output_ids] if last else []
+        req = self.request([*history, *tokens])
+        req.session, session._inflight = session, True
+        return req
+
+    def match_while_waiting(self, req: Req) -> None:
+        """SGLang's policy looks every waiting request up, whether or not it is admitted then."""
+        match_kv_cache(req, self.tree)
+
     def admit(self, req: Req, *, chunk: int | None = None) -> bool:
-        """Look a waiting request up and prefill it, or its first ``chunk`` tokens. False when there is no room."""
+        """Look a waiting request up and prefill it, or its first ``chunk`` tokens. False if nothing fits."""
         req.init_next_round_input(self.tree)
         if req.kv.holds_kv:
             slots = self._row(req)[: req.prefix_len]
@@ -189,10 +199,9 @@ class OfflineEngine:
         return True
 
     def generate(self, req: Req, tokens: Iterable[int]) -> None:
-        """Decode ``tokens``, one forward each, of a request whose prefill was launched; the KV of the last
-        one is not written."""
-        for index, token in enumerate(tokens):
-            if index or req.output_ids:
+        """Let a running request produce ``tokens``, one forward each; the KV of the last one is not written."""
+        for token in tokens:
+            if req.kv.kv_committed_len < req.seqlen:  # no forward is in flight
                 assert self.decode(req)
             self.take_result(req, token)
 
@@ -249,6 +258,10 @@ class OfflineEngine:
         self.check_lookup(slots, tokens, salt)
         return len(slots)
 
+    def touch(self, tokens: Sequence[int], tag: str | None = None) -> None:
+        """Make what is cached of ``tokens`` the most recently used."""
+        self.tree.match_prefix(MatchPrefixParams(key=self.key(tokens, tag)))
+
     def evict(self, tokens: int) -> None:
         self.tree.evict(EvictParams(num_tokens=tokens))
 
@@ -275,7 +288,7 @@ class OfflineEngine:
             if not self.trainer.may_serve(kv.weights):
                 raise StaleKV(
                     f"slot {slot} at {position} was computed by {kv.weights}; now {self.trainer.weights}, "
-                    f"lag {self.lag}, installed {self.trainer.installed}"
+                    f"lag {self.ledger.max_version_lag}, installed {self.trainer.installed}"
                 )
 
     def check_books(self) -> None:
@@ -344,90 +357,3 @@ class OfflineEngine:
         row, salt = self._row(req), self.user_salt(req)
         for position in range(start, len(row)):
             self.written[row[position]] = Written(tokens[: position + 1], salt, self.trainer.weights)
-
-
-class Trainer:
-    """Changes the weights through psrl's own hooks around SGLang's updater, and knows what they truly are."""
-
-    def __init__(self, engine: OfflineEngine, version: str) -> None:
-        self._lag = engine.lag
-        self._unnamed = count()
-        self._scheduler = SimpleNamespace(tree_cache=engine.tree)
-        self._updater = SimpleNamespace(scheduler=self._scheduler, _session=None)
-        self._session_version: str | None = None
-        self._session_failed = False
-        self.installed: list[Weights] = []
-        self.weights: Weights = ("none", None)
-        self._install(("version", version))
-
-    @property
-    def in_session(self) -> bool:
-        return self._updater._session is not None
-
-    @property
-    def half_written(self) -> bool:
-        return self.weights[0] == "half written"
-
-    def may_serve(self, computed_by: Weights) -> bool:
-        if self.half_written:
-            return computed_by == self.weights
-        return computed_by in self.installed[-1 - self._lag :]
-
-    def update(self, version: str | None, *, success: bool = True) -> None:
-        """``update_weights_from_disk``. A failure leaves unknown weights behind."""
-
-        def original(updater: Any, recv_req: Any) -> Any:
-            named = success and version is not None
-            self._install(("version", version) if named else ("unnamed", next(self._unnamed)))
-            if success:
-                self._name(version)
-            return SimpleNamespace(success=success)
-
-        updates.around_single_update(original, self._updater, None)
-
-    def name(self, version: str) -> None:
-        """``/update_weight_version``: what was written by other means has a name now."""
-        self._install(("version", version))
-        self._name(version)
-
-    def begin(self) -> None:
-        def original(updater: Any, recv_req: Any) -> Any:
-            updater._session = object()
-            self._session_version, self._session_failed = None, False
-            return SimpleNamespace(success=True)
-
-        updates.around_session_begin(original, self._updater, None)
-
-    def piece(self, version: str | None = None, *, success: bool = True) -> None:
-        """One bucket of a session, by tensor or distributed."""
-
-        def original(updater: Any, recv_req: Any) -> Any:
-            self.write_directly()
-            if success:
-                self._session_version = version or self._session_version
-                self._name(version)
-            self._session_failed |= not success
-            return SimpleNamespace(success=success)
-
-        updates.around_session_piece(original, self._updater, None)
-
-    def write_directly(self) -> None:
-        """The weights are half written from here on, as RDMA does between begin and end."""
-        self.weights = ("half written", next(self._unnamed))
-
-    def end(self) -> None:
-        def original(updater: Any, recv_req: Any) -> Any:
-            updater._session = None
-            return SimpleNamespace(success=True)
-
-        named = self._session_version is not None and not self._session_failed
-        self._install(("version", self._session_version) if named else ("unnamed", next(self._unnamed)))
-        updates.around_session_end(original, self._updater, None)
-
-    def _name(self, version: str | None) -> None:
-        updates.on_version_named(lambda *args, **kwargs: None, self._scheduler, version)
-
-    def _install(self, weights: Weights) -> None:
-        if weights != self.weights:
-            self.installed.append(weights)
-        self.weights = weights

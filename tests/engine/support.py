@@ -110,7 +110,9 @@ class Running:
     def wait_tokens(self, count: int, *, timeout_s: float = 120.0) -> None:
         """Until ``count`` tokens have been streamed."""
         with self._changed:
-            met = self._changed.wait_for(lambda: self._tokens >= count or not self._thread.is_alive(), timeout_s)
+            met = self._changed.wait_for(
+                lambda: self._tokens >= count or not self._thread.is_alive(), timeout_s
+            )
         assert met, f"only {self._tokens} of {count} tokens after {timeout_s} s"
         assert self._tokens >= count, f"ended early: {self._last} {self._error}"
 
@@ -149,7 +151,9 @@ def send_piece(server: Server, names: Mapping[str, Any], *, ranks: int = 1, **ex
 def read_weights(model: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
-    return {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file).items()
+    }
 
 
 def send_weights(server: Server, model: Path, *, pieces: int = 1, **extra: Any) -> None:

@@ -1,10 +1,16 @@
-"""No look-up ever hands out KV of weights it must not use, whatever the order of requests and weight changes."""
+"""No look-up hands out KV of weights it must not use, whatever the order of requests and weight changes."""
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from hypothesis.stateful import run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 pytest.importorskip("sglang")
 
@@ -20,7 +26,7 @@ MOST_TOKENS = 40
 
 
 class Boundary(RuleBasedStateMachine):
-    """An engine of 128 slots and 6 rows under few tokens, so that prompts share prefixes and the pool runs full."""
+    """An engine of 128 slots and 6 rows, and three tokens: prompts share prefixes and the pool runs full."""
 
     core = "python"
     lag = 0
@@ -79,25 +85,30 @@ class Boundary(RuleBasedStateMachine):
     # weights
 
     @precondition(lambda self: not self.engine.trainer.in_session)
-    @rule(version=VERSIONS, name_only=st.booleans())
-    def name_new_weights(self, version, name_only):
+    @rule(version=VERSIONS, name_only=st.booleans(), work=PICK, token=TOKENS)
+    def name_new_weights(self, version, name_only, work, token):
         if name_only:
             self.engine.trainer.name(version)
         else:
             self.engine.trainer.update(version)
+        self._work(work, token)
 
     @precondition(lambda self: not self.engine.trainer.in_session)
     @rule(version=st.none() | VERSIONS)
     def update_without_a_name(self, version):
         self.engine.trainer.update(version, success=version is None)
 
+    @precondition(lambda self: not self.engine.trainer.in_session)
+    @rule(rdma=st.booleans())
+    def begin_session(self, rdma):
+        self.engine.trainer.begin(rdma=rdma)
+
     @rule(version=st.none() | VERSIONS, success=st.sampled_from([True, True, False]), work=PICK, token=TOKENS)
     def write_a_piece(self, version, success, work, token):
         if not self.engine.trainer.in_session:
             self.engine.trainer.begin()
         self.engine.trainer.piece(version, success=success)
-        if self.engine.running:
-            self.step(work, token, work, 4)
+        self._work(work, token)
 
     @precondition(lambda self: self.engine.trainer.in_session)
     @rule()
@@ -191,6 +202,11 @@ class Boundary(RuleBasedStateMachine):
             self.in_flight.discard(req)
         return done
 
+    def _work(self, pick, token):
+        """Most changes of the weights find a request at work, and it goes on."""
+        if self.engine.running:
+            self.step(pick, token, pick, 4)
+
     def _may_finish(self, req):
         return req not in self.in_flight and bool(req.output_ids)
 
@@ -221,7 +237,7 @@ def explore(core, lag, *, examples, steps):
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_lookups_stay_inside_the_window_and_the_books_hold(core, lag):
-    explore(core, lag, examples=40, steps=40)
+    explore(core, lag, examples=250, steps=40)
 
 
 @pytest.mark.slow

@@ -5,8 +5,20 @@ Each case runs with overlap scheduling on and off.
 """
 
 import pytest
-from support import NAMED, STRICT, Running, assert_books_hold, assert_same, counters, post_ok, prompt, resident
-from support import send_weights, status, wait_until
+from support import (
+    NAMED,
+    STRICT,
+    Running,
+    assert_books_hold,
+    assert_same,
+    counters,
+    post_ok,
+    prompt,
+    resident,
+    send_weights,
+    status,
+    wait_until,
+)
 
 pytestmark = pytest.mark.engine
 PAGE = 16
@@ -44,7 +56,9 @@ def test_row_1_update_succeeds_with_requests_running_and_nothing_is_flushed(serv
     assert update.success, update.message
     assert status(server)["requests"]["crossing"] == 7
     after = status(server)["device"]
-    assert after["evictable_tokens"] + after["locked_tokens"] == kept["evictable_tokens"] + kept["locked_tokens"]
+    assert (
+        after["evictable_tokens"] + after["locked_tokens"] == kept["evictable_tokens"] + kept["locked_tokens"]
+    )
     server.resume()
     assert all(len(request.result().output_ids) == 60 for request in running)
 

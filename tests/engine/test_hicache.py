@@ -59,7 +59,9 @@ def test_host_memory_never_serves_kv_of_other_weights(server_factory, models, fr
     assert_books_hold(server)
 
 
-def test_row_5_files_of_old_weights_are_never_served_not_even_after_a_restart(server_factory, models, fresh, tmp_path):
+def test_row_5_files_of_old_weights_are_never_served_not_even_after_a_restart(
+    server_factory, models, fresh, tmp_path
+):
     options = {
         "psrl_config": STRICT,
         "env": {"SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR": str(tmp_path)},

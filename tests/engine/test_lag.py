@@ -58,6 +58,22 @@ def test_row_8_a_namespace_is_named_after_the_oldest_version_in_it(server, model
     assert server.generate(whole, 4).cached_tokens == 0
 
 
+def test_the_flush_of_a_trainer_keeps_what_the_lag_is_there_to_reuse(server, models):
+    assert server.update_weights(models[1], version="15").success
+    asked = prompt(415)
+    server.generate(asked, 1)
+    flushed = server.post("/flush_cache")
+    assert flushed.status_code == 200
+    assert "lag window" in flushed.text
+    assert server.update_weights(models[2], version="16").success
+    assert server.generate(asked, 1).cached_tokens == 592
+    for version in ("17", "18"):
+        assert server.update_weights(models[1], version=version).success
+    assert resident(server, asked, "15") == 592
+    server.post("/flush_cache")
+    assert resident(server, asked, "15") == 0
+
+
 def test_the_longest_match_of_the_window_wins_and_the_newest_on_a_tie(server, models):
     assert server.update_weights(models[1], version="20").success
     long, short = prompt(420), prompt(420)[:304]

@@ -19,7 +19,9 @@ FLUSH_LIMIT_S = 0.1
 @pytest.fixture
 def server(server_factory):
     args = (*NAMED, "--chunked-prefill-size", "256", "--max-running-requests", "8")
-    return server_factory(args=args, psrl_config=STRICT, env={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"})
+    return server_factory(
+        args=args, psrl_config=STRICT, env={"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
+    )
 
 
 class Load:
@@ -31,7 +33,9 @@ class Load:
         self.answered = 0
         self._lock = threading.Lock()
         self._url = url
-        self._threads = [threading.Thread(target=self._talk, args=(seed + i,), daemon=True) for i in range(CLIENTS)]
+        self._threads = [
+            threading.Thread(target=self._talk, args=(seed + i,), daemon=True) for i in range(CLIENTS)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -60,7 +64,11 @@ class Load:
         body = {
             "rid": rid,
             "input_ids": history,
-            "sampling_params": {"temperature": 0, "max_new_tokens": source.randrange(1, 40), "ignore_eos": True},
+            "sampling_params": {
+                "temperature": 0,
+                "max_new_tokens": source.randrange(1, 40),
+                "ignore_eos": True,
+            },
         }
         timer = None
         if source.random() < 0.15:
@@ -88,7 +96,9 @@ class Load:
 
 
 @pytest.mark.parametrize("changes", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_row_2_version_changes_under_random_load_never_fail_and_never_serve_stale_kv(server, models, fresh, changes):
+def test_row_2_version_changes_under_random_load_never_fail_and_never_serve_stale_kv(
+    server, models, fresh, changes
+):
     source = random.Random(changes)
     load = Load(server.url, seed=changes)
     refused, flush_s = [], []
@@ -130,5 +140,7 @@ def test_row_2_version_changes_under_random_load_never_fail_and_never_serve_stal
     assert status(server)["device"] == {"evictable_tokens": 0, "locked_tokens": 0, "capacity_tokens": capacity}
     # Reported, not asserted: a shared machine decides wall-clock times.
     flush_s.sort()
-    print(f"\nflush p99 {flush_s[int(len(flush_s) * 0.99)] * 1e3:.1f} ms of {len(flush_s)}, "
-          f"longest change {shown['longest_change_s'] * 1e3:.2f} ms, answered {load.answered}")
+    print(
+        f"\nflush p99 {flush_s[int(len(flush_s) * 0.99)] * 1e3:.1f} ms of {len(flush_s)}, "
+        f"longest change {shown['longest_change_s'] * 1e3:.2f} ms, answered {load.answered}"
+    )

@@ -1,7 +1,17 @@
 """Two tensor-parallel ranks: versions, crossings, pins and retirement are the same on both."""
 
 import pytest
-from support import NAMED, STRICT, Running, assert_books_hold, assert_same, post_ok, prompt, resident, send_weights
+from support import (
+    NAMED,
+    STRICT,
+    Running,
+    assert_books_hold,
+    assert_same,
+    post_ok,
+    prompt,
+    resident,
+    send_weights,
+)
 
 pytestmark = pytest.mark.engine
 TP_2 = (*NAMED, "--tp-size", "2", "--chunked-prefill-size", "256")

@@ -1,8 +1,21 @@
 """Weight versions on a real server, nothing running while they change: no flush, no stale hit, in any order."""
 
 import pytest
-from support import NAMED, STRICT, assert_books_hold, assert_same, counters, difference, post_ok, prompt
-from support import read_weights, resident, send_piece, send_weights, status
+from support import (
+    NAMED,
+    STRICT,
+    assert_books_hold,
+    assert_same,
+    counters,
+    difference,
+    post_ok,
+    prompt,
+    read_weights,
+    resident,
+    send_piece,
+    send_weights,
+    status,
+)
 
 pytestmark = pytest.mark.engine
 NEW_TOKENS = 16
@@ -159,7 +172,11 @@ def test_a_salt_that_looks_like_a_version_does_not_reach_that_version(server, mo
 
 
 def test_chat_requests_are_versioned_too(server, models):
-    body = {"model": "m", "messages": [{"role": "user", "content": "tell me about pages " * 20}], "max_tokens": 4}
+    body = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "tell me about pages " * 20}],
+        "max_tokens": 4,
+    }
 
     def cached():
         usage = post_ok(server, "/v1/chat/completions", body)["usage"]

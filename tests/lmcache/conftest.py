@@ -42,7 +42,7 @@ def lmcache_env() -> dict[str, str]:
     env = {"PYTHONPATH": os.pathsep.join(paths), "LMCACHE_TRACK_USAGE": "false"}
     found = "import importlib.util, sys; sys.exit(importlib.util.find_spec('lmcache') is None)"
     if subprocess.run([sys.executable, "-c", found], env={**os.environ, **env}, timeout=60).returncode:
-        pytest.skip(f"{sys.executable} cannot import lmcache; run tests/lmcache/install.sh, set PSRL_LMCACHE_DIR")
+        pytest.skip("the server's interpreter cannot import lmcache: run install.sh, set PSRL_LMCACHE_DIR")
     return env
 
 

@@ -4,8 +4,17 @@ A hit proves something only after the device pool was overwritten: a flush leave
 """
 
 import pytest
-from support import Running, assert_books_hold, assert_same, counters, difference, prompt, resident, status
-from support import wait_until
+from support import (
+    Running,
+    assert_books_hold,
+    assert_same,
+    counters,
+    difference,
+    prompt,
+    resident,
+    status,
+    wait_until,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.lmcache]
 NEW_TOKENS = 16
@@ -169,9 +178,9 @@ def test_update_overtakes_a_hit_that_waits_for_room(server, models, claim):
     claim(2, asked, new)
 
 
-def test_requests_under_way_through_many_updates_are_never_answered_from_the_wrong_weights(server, models, claim):
+def test_requests_under_way_through_many_updates_are_answered_from_one_version(server, models, claim):
     asked = [prompt(780 + i, 400) for i in range(3)]
-    for version in range(2, 8):
+    for version in range(2, 7):
         seed = 1 + version % 2
         running = [Running(server, tokens, 30) for tokens in asked]
         running[0].wait_tokens(version)
@@ -180,8 +189,9 @@ def test_requests_under_way_through_many_updates_are_never_answered_from_the_wro
         server.resume()
         for request in running:
             request.result()
+        server.overwrite_pool()
         for tokens in asked:
-            claim(seed, tokens, from_store(server, tokens))
+            claim(seed, tokens, server.generate(tokens, NEW_TOKENS))
 
 
 def test_all_of_these_answers_are_those_of_an_engine_without_a_cache(engine, models, answers):

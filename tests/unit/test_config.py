@@ -163,9 +163,7 @@ class TestRules:
         assert only_problem(source).field == "psrl.sglang.max_version_lag"
 
     def test_ports_are_distinct(self):
-        assert (
-            only_problem(settings(controller_reply_port=9000)).field == "psrl.lmcache.controller_reply_port"
-        )
+        assert only_problem(settings(controller_reply_port=9000)).field == "psrl.lmcache.controller_reply_port"
         same = settings(controller_base_port=1, controller_pull_port=1, controller_reply_port=1)
         assert len(problems_of(same)) == 2
 
@@ -192,9 +190,7 @@ EVERY_UNBUILT = {
 class TestNotBuilt:
     def test_each_is_refused_by_name_with_what_to_set(self):
         found = problems_of(EVERY_UNBUILT, built_only=True)
-        assert [problem.field for problem in found] == [
-            f"{entry.section}.{entry.name}" for entry in NOT_BUILT
-        ]
+        assert [problem.field for problem in found] == [f"{entry.section}.{entry.name}" for entry in NOT_BUILT]
         assert all("not built yet" in problem.message for problem in found)
         assert "`load_policy: auto`" in found[3].remedy
         assert "`enable: false`" in found[0].remedy
