@@ -104,6 +104,8 @@ class VersionLedger:
         self._tags: dict[str, Tag] = {}
         self._recent: deque[str] = deque(maxlen=max_version_lag + 1)
         self._suspended = False
+        # Never forgotten, unlike the tags: one string an update, and only on a lagging engine.
+        self._named: set[str] = set()
         self._current = Tag(version)
         self.install(version)
 
@@ -158,8 +160,10 @@ class VersionLedger:
             and (not self._current.epoch or self._is_reinstalled(self._current))
         ):
             return False
-        if not self.is_strict and str(plain) in self._orders:
-            plain = self._with_epoch(plain, kind="r")
+        if not self.is_strict:
+            if version in self._named:
+                plain = self._with_epoch(plain, kind="r")
+            self._named.add(version)
         self._set(plain)
         return True
 

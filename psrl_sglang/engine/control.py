@@ -53,10 +53,14 @@ class VersionControl:
         state = versions_of(req) or attach_versions(req, req.cache_salt)
         self._live.add(req)
         slot = self._tree.session.find_active_slot(req)
-        if not req.kv.holds_kv:
+        # A turn that waits borrows its session's KV at its first look-up and has computed nothing with it yet.
+        borrows = slot is not None and slot.kv is req.kv and not state.admitted
+        if borrows or not req.kv.holds_kv:
             slot_tag = getattr(slot, _SLOT_TAG, None)
             if slot is not None and req.session is not None and not self._may_use(slot_tag):
                 self._tree.session.release_session(req.session.session_id)
+                if borrows:
+                    req.detach_kv()
                 self.metrics.sessions_dropped += 1
                 slot_tag = None
             self._retag(req, state, slot_tag or self._choose(key, state))

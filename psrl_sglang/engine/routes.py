@@ -128,7 +128,8 @@ class Caller:
             replies = await self.send(command)
         except CommandTimeout as late:
             return JSONResponse({"error": str(late)}, HTTPStatus.GATEWAY_TIMEOUT)
-        status = max(status for status, _ in replies)
+        # With data parallelism a prefix or version may be known to some groups only.
+        status = min(status for status, _ in replies)
         bodies = [body for _, body in replies]
         return JSONResponse(bodies[0] if len(bodies) == 1 else {"ranks": bodies}, status)
 

@@ -34,7 +34,7 @@ class TagIndex(Protocol):
     """Scheduler thread only; identical on every rank."""
 
     def note(self, tag: str, node_id: Any) -> None:
-        """An insertion under ``tag`` ended on this node."""
+        """An insertion or a look-up under ``tag`` ended on this node."""
         ...
 
     def clear(self) -> None:
@@ -121,8 +121,10 @@ class PythonTagIndex:
 
 
 class LeafTagIndex:
-    """For cores without node access: the ends of insertions per tag. Ids of evicted nodes are pruned whenever
-    the registry is walked, and the walk is forced when it has doubled since the last one."""
+    """For cores without node access: the nodes of each tag, inner ones included, because an inner node is a
+    leaf once its children are evicted. A node comes to be on the path of an insertion or as the end of a
+    look-up that split it, and both are noted. Ids of evicted nodes are pruned whenever the registry is walked,
+    and the walk is forced when it has doubled since the last one."""
 
     def __init__(self, tree: VersionedTree) -> None:
         self._tree = tree
@@ -131,10 +133,12 @@ class LeafTagIndex:
         self._prune_at = 4096
 
     def note(self, tag: str, node_id: Any) -> None:
-        if self._tree.tree_core.is_root(node_id):
+        core = self._tree.tree_core
+        if core.is_root(node_id) or node_id in self._ends[tag]:
             return
-        self._ends[tag].add(node_id)
-        self._noted += 1
+        new = {info.node_id for info in self._path(node_id) if not core.is_root(info.node_id)} - self._ends[tag]
+        self._ends[tag] |= new
+        self._noted += len(new)
         if self._noted >= self._prune_at:
             self.usage()
             self._prune_at = 2 * max(2048, self._noted)
@@ -168,12 +172,15 @@ class LeafTagIndex:
         while work:
             end = work.pop()
             path = self._path(end)
-            if not path or path[-1].full_value_len is None or path[-1].num_children:
-                continue  # evicted, host only, or an inner node that is reached again through its children
-            # evict_device_leaf panics the Rust core, for good, on a locked node.
-            if not self._is_unlocked(end) or self._tree._evict_device_leaf(end, tracker) is not None:
+            if not path or path[-1].full_value_len is None:
+                continue  # evicted, or host only
+            # evict_device_leaf panics the Rust core, for good, on a locked node and on an inner one; an inner
+            # one is reached again through its last child.
+            evictable = not path[-1].num_children and self._is_unlocked(end)
+            if not evictable or self._tree._evict_device_leaf(end, tracker) is not None:
                 kept.add(end)
                 continue
+            kept.discard(end)
             if not self._tree.tree_core.is_root(path[-1].parent_id):
                 work.append(path[-1].parent_id)
         self._keep(tag, kept)

@@ -6,11 +6,13 @@ one. The tree cores are not touched: a version is a namespace of the tree's own 
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, InsertResult, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.session.streaming_session import is_virtual_node
 
 from psrl_sglang.engine.control import VersionControl
 from psrl_sglang.engine.pins import PinTable
@@ -20,6 +22,9 @@ from psrl_sglang.namespace import split_salt
 
 if TYPE_CHECKING:
     from psrl_sglang.engine.worker import TreeSettings
+
+_LMCACHE_REFUSES = frozenset("@/\\\0")
+_LMCACHE_SALT_CHARACTERS = 128
 
 
 class VersionedTree(UnifiedRadixCache):
@@ -39,6 +44,9 @@ class VersionedTree(UnifiedRadixCache):
         self.tags: TagIndex = make_tag_index(self)
         self.pins = PinTable(self, budget_tokens=settings.pin_budget_tokens(self))
         self.updates = UpdateWatch()
+        connector = getattr(self, "lmcache_connector", None)
+        if connector is not None:
+            connector.build_cache_salt = lmcache_salt
         self._is_built = True
 
     @property
@@ -53,7 +61,11 @@ class VersionedTree(UnifiedRadixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         if params.req is not None:
             self.versions.assign(params.key, params.req)
-        return super().match_prefix(params)
+        result = super().match_prefix(params)
+        tag, _ = split_salt(params.key.cache_salt)
+        if tag is not None and not is_virtual_node(result.last_device_node):
+            self.tags.note(tag, result.last_device_node)  # the look-up may have split a node
+        return result
 
     def maybe_hand_to_session(self, req: Any) -> None:
         super().maybe_hand_to_session(req)
@@ -125,6 +137,15 @@ class VersionedTree(UnifiedRadixCache):
         if pinned and max(pinned.values()) > locked:
             wrong.append(f"a pin holds {max(pinned.values())} tokens, only {locked} are locked")
         return wrong
+
+
+def lmcache_salt(cache_salt: str | None, extra_key: str | None) -> str:
+    """In place of the LMCache connector's ``build_cache_salt``: LMCache stores nothing under a salt it refuses,
+    and a tag with a user's salt behind it can be one."""
+    salt = cache_salt or ""
+    if not extra_key and len(salt) <= _LMCACHE_SALT_CHARACTERS and not _LMCACHE_REFUSES & set(salt):
+        return salt
+    return hashlib.sha256(f"{salt}\0{extra_key or ''}".encode()).hexdigest()
 
 
 def versioned(base: type[UnifiedRadixCache], settings: TreeSettings) -> type[UnifiedRadixCache]:

@@ -35,7 +35,7 @@ def on_version_named(original: Callable[..., None], self: Any, new_version: str 
     """Around ``Scheduler.record_weight_version_change``, the one place that learns a version's name."""
     if new_version is not None:
         tree = tree_of(self)
-        if tree.updates.in_piece:
+        if tree.versions.ledger.is_suspended:  # inside a session; its end installs the name
             tree.updates.session_version = new_version
         else:
             tree.updates.named = True
@@ -60,11 +60,7 @@ def around_session_piece(original: Callable[..., Any], self: Any, recv_req: Any)
         return original(self, recv_req)  # SGLang refuses it before it touches a weight
     tree = tree_of(self.scheduler)
     _synchronize_device(tree)
-    tree.updates.in_piece = True
-    try:
-        output = original(self, recv_req)
-    finally:
-        tree.updates.in_piece = False
+    output = original(self, recv_req)
     tree.updates.session_failed |= not output.success
     tree.versions.ledger.suspend()
     tree.versions.settle_crossing()
@@ -78,6 +74,9 @@ def around_session_begin(original: Callable[..., Any], self: Any, recv_req: Any)
     if output.success:
         tree.updates.session_version = None
         tree.updates.session_failed = False
+        # From here on the weights may be written at any time (RDMA), and packed ones are unpacked already.
+        tree.versions.ledger.suspend()
+        tree.versions.settle_crossing()
     return output
 
 

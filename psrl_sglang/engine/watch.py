@@ -9,7 +9,6 @@ from dataclasses import dataclass
 class UpdateWatch:
     """What the update under way has told us so far. One per tree, scheduler thread only."""
 
-    in_piece: bool = False
     named: bool = False
     session_version: str | None = None
     session_failed: bool = False

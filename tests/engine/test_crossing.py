@@ -219,17 +219,34 @@ def test_streaming_session_that_crossed_is_not_trusted_after_going_back(server, 
     first = prompt(180, 200)
     session = server.post("/open_session", {"capacity_of_str_len": 100000, "streaming": True}).json()
     params = {"session_params": {"id": session}}
-    request = Running(server, first, 60, **params)
+    request = Running(server, first, 300, **params)
     request.wait_tokens(8)
     server.pause("in_place")
     assert server.update_weights(models[2], version="2").success
     server.resume()
     one = request.result()
+    assert one.meta_info["psrl"]["crossed_versions"]
     assert server.update_weights(models[1], version="1").success
     second = prompt(181, 40)
     two = server.generate(second, 16, **params)
-    assert two.cached_tokens <= len(first)
+    assert two.cached_tokens < len(first) + len(one.output_ids) - PAGE
     assert_same(two, fresh(1, first + list(one.output_ids) + second, 16))
+    server.post("/close_session", {"session_id": session})
+
+
+def test_a_turn_that_waits_does_not_keep_its_sessions_old_kv_across_a_change(server, models, fresh):
+    first = prompt(185, 200)
+    session = server.post("/open_session", {"capacity_of_str_len": 100000, "streaming": True}).json()
+    params = {"session_params": {"id": session}}
+    one = server.generate(first, 16, **params)
+    server.pause("retract")  # the turn below is looked up, and lent the session's KV, but not admitted
+    second = prompt(186, 40)
+    request = Running(server, second, 16, **params)
+    assert server.update_weights(models[2], version="2").success
+    server.resume()
+    two = request.result()
+    assert two.cached_tokens == 0
+    assert_same(two, fresh(2, first + list(one.output_ids) + second, 16))
     server.post("/close_session", {"session_id": session})
 
 

@@ -95,8 +95,13 @@ def test_each_version_finds_its_own_kv_and_never_that_of_another(server, models,
 
 @pytest.mark.parametrize(
     "extra",
-    [{"cache_salt": "user-7"}, {"cache_salt": "u" * 64}, {"extra_key": "adapter/3@x"}],
-    ids=["salt", "long-salt", "extra-key"],
+    [
+        {"cache_salt": "user-7"},
+        {"cache_salt": "u" * 130},
+        {"cache_salt": "a/b@c"},
+        {"extra_key": "adapter/3@x"},
+    ],
+    ids=["salt", "too-long-salt", "refused-salt", "extra-key"],
 )
 def test_a_users_own_salt_separates_users_within_a_version(server, models, extra):
     asked = prompt(720 + len(str(extra)))
