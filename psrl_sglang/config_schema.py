@@ -137,9 +137,10 @@ class SGLangSettings(_Section):
 
     max_version_lag: int = _setting(
         0,
-        "a whole number >= 0 (0 = strict)",
+        "a whole number from 0 to 1000 (0 = strict)",
         "How many weight versions back reused KV may be from.",
         ge=0,
+        le=1000,
     )
     tree_core: Literal["python", "rust"] = _setting(
         "python", "python or rust", "Which prefix tree of SGLang is used."

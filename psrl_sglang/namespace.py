@@ -21,7 +21,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from dataclasses import dataclass
-from urllib.parse import quote, unquote
+from urllib.parse import quote
 
 SALT_PREFIX = "psrl:"
 _LAG_MARKER = "~"
@@ -32,7 +32,7 @@ _MAX_REMEMBERED_TAGS = 4096
 
 def _encode(part: str) -> str:
     # quote() leaves "~" alone, which would let a version forge the lag marker.
-    text = quote(part, safe="").replace("~", "%7E")
+    text = quote(part, safe="").replace("~", "%7E") or "%"
     if len(text) > _MAX_PART_CHARACTERS:
         return "sha256-" + hashlib.sha256(part.encode()).hexdigest()[:40]
     return text
@@ -72,11 +72,6 @@ def split_salt(salt: str | None) -> tuple[str | None, str | None]:
         return None, salt or None
     tag, _, user_salt = salt[len(SALT_PREFIX) :].partition("|")
     return tag, user_salt or None
-
-
-def version_of_tag(tag: str) -> str:
-    """The caller's version string inside a tag's text (a digest where the version was too long to carry)."""
-    return unquote(tag.rpartition(":")[2].partition("#")[0].removesuffix(_LAG_MARKER))
 
 
 class VersionLedger:
@@ -175,6 +170,7 @@ class VersionLedger:
         """The weights are being rewritten piece by piece: until the next ``install*`` nothing computed now may
         be matched after the next piece. Each call opens a namespace of its own, outside the window."""
         tag = self._with_epoch(self._plain_current(), kind="t")
+        self._forget_piece()
         self._suspended = True
         self._sequence += 1
         self._remember(tag)
@@ -197,6 +193,7 @@ class VersionLedger:
 
     def _set(self, tag: Tag) -> None:
         text = str(tag)
+        self._forget_piece()
         self._suspended = False
         self._sequence += 1
         self._remember(tag)
@@ -210,6 +207,13 @@ class VersionLedger:
         self._orders.pop(text, None)
         self._orders[text] = self._sequence
         self._tags[text] = tag
-        while len(self._orders) > _MAX_REMEMBERED_TAGS:
-            oldest = next(iter(self._orders))
+        while len(self._orders) > _MAX_REMEMBERED_TAGS + len(self._recent):
+            oldest = next(text for text in self._orders if text not in self._recent)
             del self._orders[oldest], self._tags[oldest]
+
+    def _forget_piece(self) -> None:
+        # A session may send a thousand pieces; only the tag of the last one is still written under.
+        if self._suspended:
+            text = str(self._current)
+            self._orders.pop(text, None)
+            self._tags.pop(text, None)

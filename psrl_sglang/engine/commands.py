@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 class PsrlCommand(BaseReq, kw_only=True):
     """One operation. ``tokens``, ``extra_key`` and ``cache_salt`` name a prefix as ``/generate`` would;
-    ``version`` is a version string or label, None for the current one."""
+    ``version`` is a version string or label, None for the current one. ``grant`` names one granting of a pin,
+    so that the end of an old lease cannot end a newer pin of the same id."""
 
     operation: str
     tokens: list[int] = msgspec.field(default_factory=list)
@@ -40,6 +41,7 @@ class PsrlCommand(BaseReq, kw_only=True):
     version: str | None = None
     pin_id: str = ""
     owner: str = ""
+    grant: str = ""
 
 
 class PsrlReply(BaseReq, kw_only=True):
@@ -81,6 +83,10 @@ class CommandHandler:
             body = self._operations[command.operation](tree_of(self._scheduler), command)
         except CommandRefused as refused:
             return self._reply(refused.status, {"error": str(refused)})
+        except (ValueError, OverflowError, TypeError, LookupError) as error:
+            # What a command gets wrong must not end the scheduler that serves everybody.
+            logger.exception("psrl: command %s failed", command.operation)
+            return self._reply(400, {"error": f"{command.operation}: {error!r}"})
         return self._reply(200, body)
 
     @staticmethod
@@ -152,7 +158,9 @@ class CommandHandler:
 
         text = max(self._tags(tree, command), key=resident)
         try:
-            pin, dropped = tree.pins.pin(command.pin_id, command.owner, self._key(command, text))
+            pin, dropped = tree.pins.pin(
+                command.pin_id, command.owner, self._key(command, text), grant=command.grant
+            )
         except PinRefused as refused:
             raise CommandRefused(409, str(refused)) from refused
         names = [gone.pin_id for gone in dropped]
@@ -168,6 +176,8 @@ class CommandHandler:
 
     def _unpin(self, tree: VersionedTree, command: PsrlCommand) -> dict[str, Any]:
         ids = [command.pin_id] if command.pin_id else tree.pins.of_owner(command.owner)
+        if command.grant and not tree.pins.is_granted(command.pin_id, command.grant):
+            return {"unpinned": [], "tokens": 0}
         try:
             released = [tree.pins.unpin(pin_id) for pin_id in ids]
         except KeyError:

@@ -93,8 +93,11 @@ def _refuse_arguments(server_args: Any) -> None:
             f"--disaggregation-mode {server_args.disaggregation_mode}: prefill and decode engines do not agree "
             "on versions yet; use mode null"
         )
-    if getattr(server_args, "nnodes", 1) > 1 and getattr(server_args, "dp_size", 1) > 1:
-        wrong.append("--nnodes > 1 with --dp-size > 1 was never tried; start one engine per node")
+    if getattr(server_args, "dp_size", 1) > 1:
+        wrong.append(
+            f"--dp-size {server_args.dp_size}: replicas behind one launcher do not report to it that they are "
+            "versioned; start one engine per replica"
+        )
     if wrong:
         refuse("\n  ".join(["these arguments and --psrl-config exclude each other:", *wrong]))
 

@@ -31,6 +31,7 @@ class Pin:
     owner: str
     tag: str
     tokens: int
+    grant: str
     lock: Any
 
 
@@ -56,7 +57,12 @@ class PinTable:
             totals[pin.tag] += pin.tokens
         return dict(totals)
 
-    def pin(self, pin_id: str, owner: str, key: RadixKey) -> tuple[Pin | None, list[Pin]]:
+    def is_granted(self, pin_id: str, grant: str) -> bool:
+        """Whether the pin of this id is the one granted under ``grant``."""
+        pin = self._pins.get(pin_id)
+        return pin is not None and pin.grant == grant
+
+    def pin(self, pin_id: str, owner: str, key: RadixKey, *, grant: str = "") -> tuple[Pin | None, list[Pin]]:
         """Pin the longest prefix of ``key`` on the device. Over budget, the oldest pins give way.
         Returns the pin (None when nothing of ``key`` is on the device) and the pins that were dropped.
 
@@ -79,7 +85,7 @@ class PinTable:
         match = self._tree.match_prefix(MatchPrefixParams(key=key))
         lock = self._tree.lock(match.last_device_node)
         tag, _ = split_salt(key.cache_salt)
-        pin = Pin(pin_id, owner, tag or "", match.device_prefix_len, lock)
+        pin = Pin(pin_id, owner, tag or "", match.device_prefix_len, grant, lock)
         self._pins[pin_id] = pin
         return pin, dropped
 

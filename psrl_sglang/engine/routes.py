@@ -28,7 +28,7 @@ from psrl_sglang.engine.commands import PsrlCommand, PsrlReply
 _COMMUNICATOR = "psrl"
 _FLUSH_PATH = "/flush_cache"
 
-TokenId = Annotated[int, Field(ge=0, strict=True)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
 
 
 class _Body(BaseModel):
@@ -101,17 +101,16 @@ class CommandTimeout(TimeoutError):
 
 @dataclass
 class Caller:
-    """Sends commands of one HTTP worker to every scheduler group and keeps the leases it granted."""
+    """Sends commands of one HTTP worker to the schedulers and ends the leases it granted."""
 
     tokenizer_manager: Callable[[], Any]
     config: PsrlConfig
 
     def __post_init__(self) -> None:
-        self._leases: dict[str, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def send(self, command: PsrlCommand) -> list[tuple[int, dict[str, Any]]]:
-        """One (status, body) per data-parallel group. Raises ``CommandTimeout``."""
+    async def send(self, command: PsrlCommand) -> tuple[int, dict[str, Any]]:
+        """(status, body) of the scheduler's answer. Raises ``CommandTimeout``."""
         manager = self.tokenizer_manager()
         manager.auto_create_handle_loop()
         # Shielded: a caller that gives up must not leave the channel's books open for the next one.
@@ -121,42 +120,33 @@ class Caller:
             replies = await asyncio.wait_for(asyncio.shield(answer), limit_s)
         except TimeoutError:
             raise CommandTimeout(f"the scheduler did not answer {command.operation!r} in {limit_s} s") from None
-        return [(reply.status, json.loads(reply.body)) for reply in replies]
+        return replies[0].status, json.loads(replies[0].body)
 
     async def respond(self, command: PsrlCommand) -> JSONResponse:
         try:
-            replies = await self.send(command)
+            status, body = await self.send(command)
         except CommandTimeout as late:
             return JSONResponse({"error": str(late)}, HTTPStatus.GATEWAY_TIMEOUT)
-        # With data parallelism a prefix or version may be known to some groups only.
-        status = min(status for status, _ in replies)
-        bodies = [body for _, body in replies]
-        return JSONResponse(bodies[0] if len(bodies) == 1 else {"ranks": bodies}, status)
+        return JSONResponse(body, status)
 
     def lease_s(self, asked_s: float | None) -> float:
         settings = self.config.sglang
         return min(asked_s or settings.pin_lease_s, settings.pin_max_lease_s)
 
-    def keep_lease(self, pin_id: str, lease_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._leases[pin_id] = loop.call_later(lease_s, self._expire, pin_id)
+    def start_lease(self, pin_id: str, grant: str, lease_s: float) -> asyncio.TimerHandle:
+        """The pin of this grant ends after ``lease_s``; of a pin that is gone or granted anew nothing ends."""
+        return asyncio.get_running_loop().call_later(lease_s, self._expire, pin_id, grant)
 
-    def end_lease(self, pin_id: str) -> None:
-        handle = self._leases.pop(pin_id, None)
-        if handle is not None:
-            handle.cancel()
-
-    def _expire(self, pin_id: str) -> None:
-        self._leases.pop(pin_id, None)
-        task = asyncio.ensure_future(self._unpin(pin_id))
+    def _expire(self, pin_id: str, grant: str) -> None:
+        task = asyncio.ensure_future(self._unpin(pin_id, grant))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _unpin(self, pin_id: str) -> None:
+    async def _unpin(self, pin_id: str, grant: str) -> None:
         try:
-            await self.send(PsrlCommand(operation="unpin", pin_id=pin_id))
+            await self.send(PsrlCommand(operation="unpin", pin_id=pin_id, grant=grant))
         except CommandTimeout:
-            self.keep_lease(pin_id, self.config.sglang.command_timeout_s)  # a stalled engine: try again
+            self.start_lease(pin_id, grant, self.config.sglang.command_timeout_s)  # a stalled engine: try again
 
 
 def _add_routes(app: Any, caller: Caller) -> None:
@@ -178,17 +168,13 @@ def _add_routes(app: Any, caller: Caller) -> None:
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def pin(body: PinBody) -> JSONResponse:
         """Keep a prefix on the device until unpinned or ``lease_s`` has passed."""
-        pin_id, lease_s = body.pin_id or uuid4().hex, caller.lease_s(body.lease_s)
-        # The lease starts first: a reply that comes after the deadline must not leave a pin nobody ends.
-        fresh = pin_id not in caller._leases
-        if fresh:
-            caller.keep_lease(pin_id, lease_s)
-        response = await caller.respond(_command("pin", body, pin_id=pin_id, owner=body.owner))
+        pin_id, grant, lease_s = body.pin_id or uuid4().hex, uuid4().hex, caller.lease_s(body.lease_s)
+        # The lease starts first: an answer that comes after the deadline must not leave a pin nobody ends.
+        lease = caller.start_lease(pin_id, grant, lease_s)
+        response = await caller.respond(_command("pin", body, pin_id=pin_id, owner=body.owner, grant=grant))
         answer = json.loads(bytes(response.body))
-        if fresh and (response.status_code == HTTPStatus.CONFLICT or answer.get("tokens") == 0):
-            caller.end_lease(pin_id)
-        for dropped in answer.get("dropped", ()):
-            caller.end_lease(dropped)
+        if response.status_code != HTTPStatus.GATEWAY_TIMEOUT and not answer.get("tokens"):
+            lease.cancel()
         if response.status_code == HTTPStatus.OK:
             answer["lease_s"] = lease_s
         return JSONResponse(answer, response.status_code)
@@ -196,12 +182,10 @@ def _add_routes(app: Any, caller: Caller) -> None:
     @app.post("/psrl/v1/unpin")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
     async def unpin(body: UnpinBody) -> JSONResponse:
-        response = await caller.respond(
+        """Release one pin, or all of an owner."""
+        return await caller.respond(
             PsrlCommand(operation="unpin", pin_id=body.pin_id or "", owner=body.owner or "")
         )
-        for pin_id in json.loads(bytes(response.body)).get("unpinned", ()):
-            caller.end_lease(pin_id)
-        return response
 
     @app.post("/psrl/v1/retire")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)

@@ -145,7 +145,8 @@ def lmcache_salt(cache_salt: str | None, extra_key: str | None) -> str:
     salt = cache_salt or ""
     if not extra_key and len(salt) <= _LMCACHE_SALT_CHARACTERS and not _LMCACHE_REFUSES & set(salt):
         return salt
-    return hashlib.sha256(f"{salt}\0{extra_key or ''}".encode()).hexdigest()
+    # The length first: neither part can be read as the end of the other.
+    return hashlib.sha256(f"{len(salt)}\0{salt}{extra_key or ''}".encode()).hexdigest()
 
 
 def versioned(base: type[UnifiedRadixCache], settings: TreeSettings) -> type[UnifiedRadixCache]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_READ_ONLY_CHECKS = ("snapshot", "compare", "checksum")
+
 
 def tree_of(scheduler: Scheduler) -> VersionedTree:
     tree = scheduler.tree_cache
@@ -35,8 +37,8 @@ def on_version_named(original: Callable[..., None], self: Any, new_version: str 
     """Around ``Scheduler.record_weight_version_change``, the one place that learns a version's name."""
     if new_version is not None:
         tree = tree_of(self)
-        if tree.versions.ledger.is_suspended:  # inside a session; its end installs the name
-            tree.updates.session_version = new_version
+        if tree.versions.ledger.is_suspended and not tree.updates.in_single:
+            tree.updates.session_version = new_version  # inside a session; its end installs the name
         else:
             tree.updates.named = True
             _change(tree, lambda: tree.versions.ledger.install(new_version))
@@ -47,10 +49,26 @@ def around_single_update(original: Callable[..., Any], self: Any, recv_req: Any)
     """Around ``update_weights_from_disk`` and ``update_weights_from_ipc``."""
     tree = tree_of(self.scheduler)
     _synchronize_device(tree)
-    tree.updates.named = False
-    output = original(self, recv_req)
-    if not output.success or not tree.updates.named:
+    tree.updates.named, tree.updates.in_single = False, True
+    try:
+        output = original(self, recv_req)
+    finally:
+        tree.updates.in_single = False
+    if not _on_all_ranks(self, output.success and tree.updates.named):
         _change(tree, tree.versions.ledger.install_unnamed)
+    _reopen_session(self, tree)
+    return output
+
+
+def around_check_weights(original: Callable[..., Any], self: Any, recv_req: Any) -> Any:
+    """``/weights_checker``: its ``reset_tensors`` writes over every weight."""
+    tree = tree_of(self.scheduler)
+    if recv_req.action in _READ_ONLY_CHECKS:
+        return original(self, recv_req)
+    _synchronize_device(tree)
+    output = original(self, recv_req)
+    _change(tree, tree.versions.ledger.install_unnamed)
+    _reopen_session(self, tree)
     return output
 
 
@@ -61,7 +79,7 @@ def around_session_piece(original: Callable[..., Any], self: Any, recv_req: Any)
     tree = tree_of(self.scheduler)
     _synchronize_device(tree)
     output = original(self, recv_req)
-    tree.updates.session_failed |= not output.success
+    tree.updates.session_failed |= not _on_all_ranks(self, output.success)
     tree.versions.ledger.suspend()
     tree.versions.settle_crossing()
     return output
@@ -144,6 +162,25 @@ def _log_change(before: Tag, after: Tag, crossing: int, seconds: float) -> None:
     logger.info(
         "psrl: weights %s -> %s, %d request(s) crossing, %.2f ms", before, after, crossing, seconds * 1e3
     )
+
+
+def _reopen_session(updater: Any, tree: VersionedTree) -> None:
+    """Weights were written as a whole while a session was open: what its end will leave has no name."""
+    if updater._session is not None:
+        tree.updates.session_version, tree.updates.session_failed = None, True
+        tree.versions.ledger.suspend()
+        tree.versions.settle_crossing()
+
+
+def _on_all_ranks(updater: Any, success: bool) -> bool:
+    """Whether it holds on every tensor-parallel rank. A tag that differed between ranks would end in different
+    prefix lengths, and those in a hang."""
+    dist = torch.distributed
+    if not dist.is_initialized() or dist.get_world_size(group=updater.tp_cpu_group) == 1:
+        return success
+    agreed = torch.tensor([int(success)])
+    dist.all_reduce(agreed, op=dist.ReduceOp.MIN, group=updater.tp_cpu_group)
+    return bool(agreed.item())
 
 
 def _synchronize_device(tree: VersionedTree) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 class UpdateWatch:
     """What the update under way has told us so far. One per tree, scheduler thread only."""
 
+    in_single: bool = False
     named: bool = False
     session_version: str | None = None
     session_failed: bool = False

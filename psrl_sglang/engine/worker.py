@@ -74,6 +74,7 @@ def install(config: PsrlConfig) -> None:
         (f"{_UPDATER}.update_weights_from_ipc", updates.around_single_update, HookType.AROUND),
         (f"{_UPDATER}.update_weights_from_tensor", updates.around_session_piece, HookType.AROUND),
         (f"{_UPDATER}.update_weights_from_distributed", updates.around_session_piece, HookType.AROUND),
+        (f"{_UPDATER}.check_weights", updates.around_check_weights, HookType.AROUND),
         (f"{_UPDATER}.begin_weight_update", updates.around_session_begin, HookType.AROUND),
         (f"{_UPDATER}.end_weight_update", updates.around_session_end, HookType.AROUND),
         (f"{_UPDATER}.flush_cache_after_weight_update", updates.around_flush_after_update, HookType.AROUND),
@@ -156,7 +157,7 @@ def _make_settings(config: PsrlConfig, ctx: Any) -> TreeSettings:
     version = get_serving().weight_version
     if version == _SGLANG_DEFAULT_VERSION:
         # Two engines, or two starts, from different checkpoints must not share a name in a shared tier.
-        version = f"{version}@{checkpoint_fingerprint(ctx.model_config.model_path)}"
+        version = f"{version}@{checkpoint_fingerprint(ctx.model_config.model_path, ctx.server_args.revision)}"
     ledger = VersionLedger(
         version,
         instance=instance,
@@ -193,10 +194,10 @@ def _agreed_instance() -> str:
     return box[0]
 
 
-def checkpoint_fingerprint(model_path: str) -> str:
+def checkpoint_fingerprint(model_path: str, revision: str | None) -> str:
     """A short digest of which checkpoint a path holds: names, sizes and times of its files. A path that is no
-    directory (a hub id) is digested by name."""
-    digest = hashlib.sha256(os.path.realpath(model_path).encode())
+    directory (a hub id) is digested by its name and revision."""
+    digest = hashlib.sha256(f"{os.path.realpath(model_path)}\0{revision or ''}".encode())
     if os.path.isdir(model_path):
         for entry in sorted(os.scandir(model_path), key=lambda entry: entry.name):
             if entry.is_file():

@@ -71,6 +71,7 @@ def test_a_genuine_launch_refuses_with_exit_code_2(models):
     [
         (["--disable-radix-cache"], "--disable-radix-cache"),
         (["--disaggregation-mode", "prefill"], "--disaggregation-mode prefill"),
+        (["--dp-size", "2"], "--dp-size 2"),
     ],
 )
 def test_arguments_that_leave_no_versioned_tree_are_refused(refusal, args, said):

@@ -21,6 +21,8 @@ def server(server_factory):
         ("lookup", {"input_ids": []}, "input_ids"),
         ("lookup", {"input_ids": [1, -2]}, "input_ids"),
         ("lookup", {"input_ids": ["one"]}, "input_ids"),
+        ("lookup", {"input_ids": [2**63]}, "input_ids"),
+        ("pin", {"input_ids": [2**31], "owner": "me"}, "input_ids"),
         ("lookup", {"input_ids": [1], "verison": "1"}, "verison"),
         ("pin", {"input_ids": [1]}, "owner"),
         ("pin", {"input_ids": [1], "owner": ""}, "owner"),
@@ -82,6 +84,30 @@ def test_a_pin_ends_with_its_lease(server):
     assert status(server)["pins"]["tokens"] == 592
     wait_until(lambda: status(server)["pins"]["tokens"] == 0, "the lease ends", timeout_s=10)
     assert server.post("/psrl/v1/unpin", {"pin_id": "short"}).status_code == 404
+
+
+def test_an_old_lease_does_not_end_a_newer_pin_of_the_same_id(server):
+    asked = prompt(512)
+    server.generate(asked, 1)
+    body = {"input_ids": asked, "owner": "me", "pin_id": "again"}
+    assert server.post("/psrl/v1/pin", {**body, "version": "nine", "lease_s": 0.5}).status_code == 404
+    post_ok(server, "/psrl/v1/pin", {**body, "lease_s": 0.7})
+    post_ok(server, "/psrl/v1/unpin", {"pin_id": "again"})
+    post_ok(server, "/psrl/v1/pin", {**body, "lease_s": 60})
+    time.sleep(1.5)
+    assert status(server)["pins"]["tokens"] == 592
+    post_ok(server, "/psrl/v1/unpin", {"pin_id": "again"})
+
+
+def test_a_refused_pin_does_not_cancel_the_lease_of_a_granted_one_with_its_id(server):
+    asked = prompt(513)
+    server.generate(asked, 1)
+    post_ok(server, "/psrl/v1/pin", {"input_ids": asked, "owner": "me", "pin_id": "same", "lease_s": 0.7})
+    refused = server.post("/psrl/v1/pin", {"input_ids": asked, "owner": "me", "pin_id": "same"})
+    assert refused.status_code == 409
+    absent = post_ok(server, "/psrl/v1/pin", {"input_ids": prompt(514), "owner": "me", "pin_id": "absent"})
+    assert absent["pin_id"] is None
+    wait_until(lambda: status(server)["pins"]["tokens"] == 0, "the lease ends", timeout_s=10)
 
 
 def test_over_the_budget_the_oldest_pin_gives_way_and_a_prefix_over_all_of_it_is_refused(server):

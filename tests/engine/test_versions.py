@@ -148,6 +148,26 @@ def test_weights_written_behind_sglangs_back_get_an_epoch_and_then_the_name_they
     assert server.generate(asked, NEW_TOKENS).cached_tokens == 0
 
 
+def test_weights_reset_by_the_checker_get_an_epoch(server):
+    asked = prompt(55)
+    server.generate(asked, NEW_TOKENS)
+    assert server.post("/weights_checker", {"action": "snapshot"}).status_code == 200
+    assert server.generate(asked, 1).cached_tokens == 592
+    server.post("/weights_checker", {"action": "reset_tensors"})
+    assert server.generate(asked, NEW_TOKENS).cached_tokens == 0
+
+
+def test_a_disk_update_inside_a_session_leaves_its_end_without_a_name(server, models, fresh):
+    asked = prompt(56)
+    post_ok(server, "/begin_weight_update", {})
+    send_piece(server, read_weights(models[1]), weight_version="named")
+    assert server.update_weights(models[2]).success
+    post_ok(server, "/end_weight_update", {})
+    assert "named" not in status(server)["version"]
+    new = server.generate(asked, NEW_TOKENS)
+    assert_same(new, fresh(2, asked, NEW_TOKENS))
+
+
 @pytest.mark.parametrize("field", ["extra_key", "cache_salt"])
 def test_the_users_own_keys_keep_separating(server, models, field):
     asked = prompt(60 if field == "extra_key" else 61)
