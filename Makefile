@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 LMCACHE := $(CURDIR)/.lmcache
 
+# A C++ extension of SGLang's environment warns at interpreter exit, after pytest's last line.
+export PYTHONWARNINGS := ignore:builtin type:DeprecationWarning
+
 .PHONY: venv demo test slow lint bench clean
 .DEFAULT_GOAL := venv
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +34,8 @@ _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _REGISTRY = "sglang.srt.mem_cache.registry"
+# Not a seam: SGLang imports LMCache there, which most installations do not have.
+_LMCACHE_TREE_MODULE = "sglang.srt.mem_cache.storage.lmcache.lmcache_unified_radix_cache"
 
 
 @dataclass(frozen=True)
@@ -126,28 +130,21 @@ def _around_create_unified(original: Callable[..., Any], ctx: Any, *, cache_clas
     return original(ctx, cache_class=versioned(cache_class or UnifiedRadixCache, _tree_settings))
 
 
-class _lmcache_tree_versioned:
+@contextmanager
+def _lmcache_tree_versioned(settings: TreeSettings) -> Iterator[None]:
     """SGLang's LMCache tree is not built through ``create_unified_radix_cache``: swap its class meanwhile."""
+    from sglang.srt.runtime_context import get_memory
 
-    _module = "sglang.srt.mem_cache.storage.lmcache.lmcache_unified_radix_cache"
-    _name = "LMCacheUnifiedRadixCache"
-
-    def __init__(self, settings: TreeSettings) -> None:
-        self._settings = settings
-
-    def __enter__(self) -> None:
-        from importlib import import_module
-
-        from sglang.srt.runtime_context import get_memory
-
-        self._owner = import_module(self._module) if get_memory().enable_lmcache else None
-        if self._owner is not None:
-            self._base = getattr(self._owner, self._name)
-            setattr(self._owner, self._name, versioned(self._base, self._settings))
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._owner is not None:
-            setattr(self._owner, self._name, self._base)
+    if not get_memory().enable_lmcache:
+        yield
+        return
+    owner = import_module(_LMCACHE_TREE_MODULE)
+    base = owner.LMCacheUnifiedRadixCache
+    owner.LMCacheUnifiedRadixCache = versioned(base, settings)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        owner.LMCacheUnifiedRadixCache = base  # type: ignore[attr-defined]
 
 
 def _make_settings(config: PsrlConfig, ctx: Any) -> TreeSettings:

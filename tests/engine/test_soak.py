@@ -9,7 +9,7 @@ import time
 
 import httpx
 import pytest
-from support import NAMED, STRICT, assert_books_hold, assert_same, counters, prompt, status
+from support import NAMED, STRICT, Running, assert_books_hold, assert_same, counters, prompt, status
 
 pytestmark = pytest.mark.engine
 CLIENTS = 6
@@ -144,3 +144,19 @@ def test_row_2_version_changes_under_random_load_never_fail_and_never_serve_stal
         f"\nflush p99 {flush_s[int(len(flush_s) * 0.99)] * 1e3:.1f} ms of {len(flush_s)}, "
         f"longest change {shown['longest_change_s'] * 1e3:.2f} ms, answered {load.answered}"
     )
+
+
+def test_row_25_a_change_with_64_requests_drains_and_delays_none_of_them(server):
+    """How long it takes is measured by ``benchmarks/bump_stall.py``; here it is what happens to the requests."""
+    requests = [Running(server, prompt(900 + number, 64), 40) for number in range(64)]
+    for request in requests[:4]:
+        request.wait_tokens(2)
+    before = status(server)
+    body = {"new_version": "renamed", "abort_all_requests": False}
+    assert server.post("/update_weight_version", body).status_code == 200
+    after = status(server)
+    crossing = after["counters"]["crossing_requests"] - before["counters"]["crossing_requests"]
+    assert 0 < crossing <= 8
+    assert after["requests"]["waiting"] > 0  # nobody waited for a drain
+    assert all(len(request.result().output_ids) == 40 for request in requests)
+    assert_books_hold(server)
