@@ -2,8 +2,8 @@
 
 A single-call update (disk, IPC) is named by ``record_weight_version_change`` when it succeeds and the caller
 gave a version; otherwise it gets an epoch of its own, also when it failed, because SGLang's roll-back re-reads
-the *new* path. A begin/end session writes the weights piece by piece; after each piece the ledger is suspended,
-so KV computed between two pieces is never matched after the second, and ``end`` names the result.
+the *new* path. A begin/end session writes the weights piece by piece, or by RDMA; from its begin on the ledger is
+suspended, after each piece anew, so KV computed in between is never matched later, and ``end`` names the result.
 """
 
 from __future__ import annotations
