@@ -41,6 +41,10 @@ class TagIndex(Protocol):
         """The tree was reset: every node id is void."""
         ...
 
+    def tag_of(self, node_id: Any) -> str | None:
+        """The tag of a node; None where the core does not show it."""
+        ...
+
     def usage(self) -> dict[str, TagUsage]: ...
 
     def evict(self, tag: str) -> tuple[int, int]:
@@ -70,6 +74,10 @@ class PythonTagIndex:
 
     def clear(self) -> None:
         pass
+
+    def tag_of(self, node_id: Any) -> str | None:
+        node = self._core._node_arena.get(node_id)
+        return None if node is None or node.key is None else _tag_of(node)
 
     def usage(self) -> dict[str, TagUsage]:
         usage: dict[str, TagUsage] = defaultdict(TagUsage)
@@ -146,6 +154,9 @@ class LeafTagIndex:
     def clear(self) -> None:
         self._ends.clear()
         self._noted = 0
+
+    def tag_of(self, node_id: Any) -> str | None:
+        return None
 
     def usage(self) -> dict[str, TagUsage]:
         usage: dict[str, TagUsage] = {}

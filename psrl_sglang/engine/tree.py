@@ -7,6 +7,8 @@ one. The tree cores are not touched: a version is a namespace of the tree's own 
 from __future__ import annotations
 
 import hashlib
+import logging
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,9 @@ from psrl_sglang.namespace import split_salt
 if TYPE_CHECKING:
     from psrl_sglang.engine.worker import TreeSettings
 
+logger = logging.getLogger(__name__)
+
+_SETTLE_S = 5.0
 _LMCACHE_REFUSES = frozenset("@/\\\0")
 _LMCACHE_SALT_CHARACTERS = 128
 
@@ -120,7 +125,37 @@ class VersionedTree(UnifiedRadixCache):
         the request ends; its tag is not matched again, and the next clear takes it."""
         self.retire_dead()
         if self.has_external_tier:
+            self._settle_backups()
             self.clear_storage_backend()
+
+    def write_backup_storage(self, node_id: Any) -> None:
+        # A copy to the host that was under way at the change would carry old KV into the store just cleared.
+        tag = self.tags.tag_of(node_id) if self.psrl_settings.clear_on_weight_update else None
+        if tag is None or tag in self.versions.ledger.window():
+            super().write_backup_storage(node_id)
+
+    def _settle_backups(self) -> None:
+        """Acknowledge the writes to HiCache storage that wait, unwritten, once the one under way is done: what
+        comes after this call finds no write of older KV behind it."""
+        controller = self.cache_controller
+        if controller is None or not self.enable_storage:
+            return
+        ongoing = len(self.ongoing_backup)
+        if self.host_memory_mode == "buffer_only":
+            ongoing = len(self.buffer_pipeline.ongoing_backup)
+        waiting = []
+        while not controller.backup_queue.empty():
+            waiting.append(controller.backup_queue.get_nowait())
+        deadline_s = time.monotonic() + _SETTLE_S
+        while controller.ack_backup_queue.qsize() + len(waiting) < ongoing:
+            if time.monotonic() > deadline_s:
+                logger.warning(
+                    "psrl: a write to HiCache storage takes over %.0f s, its file will stay", _SETTLE_S
+                )
+                break
+            time.sleep(0.001)
+        for operation in waiting:  # in their order: the ranks release them by count
+            controller.ack_backup_queue.put(operation)
 
     def check_integrity(self) -> list[str]:
         """What is wrong with the books of this tree; empty when nothing is. Safe while requests run."""

@@ -108,6 +108,8 @@ def test_clear_on_weight_update_empties_every_tier_while_requests_run(server_fac
     wait_until(lambda: files_of(tmp_path) >= 37, "the prompt is written to files")
     running = Running(server, prompt(321, 200), 150)
     running.wait_tokens(2)
+    server.overwrite_pool()
+    server.overwrite_pool()  # their pages are still being written to files
     server.pause("in_place")
     assert server.update_weights(models[2], version="2").success
     assert files_of(tmp_path) == 0
