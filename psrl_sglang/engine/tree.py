@@ -140,14 +140,15 @@ class VersionedTree(UnifiedRadixCache):
         controller = self.cache_controller
         if controller is None or not self.enable_storage:
             return
-        ongoing = len(self.ongoing_backup)
-        if self.host_memory_mode == "buffer_only":
-            ongoing = len(self.buffer_pipeline.ongoing_backup)
+        pipeline = self.buffer_pipeline
+        ongoing = len(self.ongoing_backup if pipeline is None else pipeline.ongoing_backup)
+        written = controller.ack_backup_queue
+        assert written is not None  # made together with the storage threads
         waiting = []
         while not controller.backup_queue.empty():
             waiting.append(controller.backup_queue.get_nowait())
         deadline_s = time.monotonic() + _SETTLE_S
-        while controller.ack_backup_queue.qsize() + len(waiting) < ongoing:
+        while written.qsize() + len(waiting) < ongoing:
             if time.monotonic() > deadline_s:
                 logger.warning(
                     "psrl: a write to HiCache storage takes over %.0f s, its file will stay", _SETTLE_S
@@ -155,7 +156,7 @@ class VersionedTree(UnifiedRadixCache):
                 break
             time.sleep(0.001)
         for operation in waiting:  # in their order: the ranks release them by count
-            controller.ack_backup_queue.put(operation)
+            written.put(operation)
 
     def check_integrity(self) -> list[str]:
         """What is wrong with the books of this tree; empty when nothing is. Safe while requests run."""
