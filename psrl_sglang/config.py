@@ -20,6 +20,7 @@ from psrl_sglang.config_schema import (
     SECTIONS,
     KVTransferSettings,
     LMCacheSettings,
+    LoadPolicy,
     PsrlConfig,
     SGLangSettings,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "ConfigError",
     "KVTransferSettings",
     "LMCacheSettings",
+    "LoadPolicy",
     "NotBuilt",
     "Problem",
     "PsrlConfig",

@@ -27,11 +27,8 @@ class NotBuilt(NamedTuple):
 
 # Later releases shrink this table; docs/settings.md repeats it in its last column.
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt(LMCACHE, "enable", False, "offload tiers"),
     NotBuilt(LMCACHE, "enable_p2p", False, "direct moves between instances"),
     NotBuilt(KV_TRANSFER, "enable", False, "moves at routing"),
-    NotBuilt(SGLANG, "load_policy", "auto", "a choice between loading and recomputing"),
-    NotBuilt(SGLANG, "decode_checkpoint_tokens", 0, "offload of running decodes"),
 )
 
 
@@ -119,6 +116,16 @@ def _remote_needs_a_url(config: PsrlConfig) -> Iterator[Problem]:
         )
 
 
+def _tiers_need_the_python_core(config: PsrlConfig) -> Iterator[Problem]:
+    if config.lmcache.enable and config.sglang.tree_core == "rust":
+        yield Problem(
+            f"{SGLANG}.tree_core",
+            "rust",
+            f"does not show the nodes that {LMCACHE}.enable: true offloads",
+            "set `tree_core: python`, or `enable: false`",
+        )
+
+
 def _no_lmcache_file(config: PsrlConfig) -> Iterator[Problem]:
     if config.lmcache.config_file is not None:
         yield Problem(
@@ -190,6 +197,7 @@ _RULES: tuple[_Rule, ...] = (
     _Rule((*_lmcache("enable_p2p"), *_VERSIONING), _p2p_needs_versions),
     _Rule(_lmcache("enable", "backend", "disk_path"), _disk_needs_a_path),
     _Rule(_lmcache("enable", "backend", "remote_url"), _remote_needs_a_url),
+    _Rule((f"{SGLANG}.tree_core", *_lmcache("enable")), _tiers_need_the_python_core),
     _Rule(_lmcache("config_file"), _no_lmcache_file),
     _Rule(_lmcache(*_PORTS), _distinct_ports),
     _Rule((f"{KV_TRANSFER}.enable", *_lmcache("enable", "enable_p2p")), _transfer_needs_p2p),

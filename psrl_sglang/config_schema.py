@@ -171,6 +171,15 @@ class SGLangSettings(_Section):
         "Keeps the KV of unrelated runs apart in shared stores.",
         pattern=r"^[^|]*$",
     )
+    read_ahead_timeout_s: float = _setting(
+        2.0, "a number of seconds > 0", "Longest wait of a request for its KV from disk or remote.", gt=0
+    )
+    remote_timeout_s: float = _setting(
+        1.0, "a number of seconds > 0", "Longest wait for one answer of the remote store.", gt=0
+    )
+    remote_ttl_s: float = _setting(
+        86400.0, "a number of seconds >= 0 (0 = for ever)", "How long KV stays in the remote store.", ge=0
+    )
     command_timeout_s: float = _setting(
         10.0, "a number of seconds > 0", "Longest wait for a command to the scheduler.", gt=0
     )

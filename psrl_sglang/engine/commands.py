@@ -135,6 +135,7 @@ class CommandHandler:
                 "held": tree.pins.list(),
             },
             "counters": tree.versions.metrics.snapshot(),
+            "tiers": None if tree.tiers is None else tree.tiers.status(),
             "tree": type(tree).__name__,
             "tree_core": type(tree.tree_core).__name__,
         }

@@ -71,6 +71,10 @@ def enable(server_args: Any, config: PsrlConfig) -> None:
     seams.verify(seams.load_seams())
     if server_args.radix_eviction_policy == _STOCK_EVICTION_POLICY:
         server_args.radix_eviction_policy = "psrl" if config.sglang.tree_core == "python" else "priority"
+    if config.lmcache.enable:
+        from psrl_sglang.engine import tier_start
+
+        tier_start.select_route(server_args)
     attach_settings(server_args, config)
     _hook_launch()
 
@@ -131,6 +135,10 @@ def _around_launch(original: Callable[..., Any], cls: Any, server_args: Any, *ar
         return original(cls, server_args, *args, **kwargs)
     server_args.resolve_once()
     _refuse_model(server_args)
+    if config.lmcache.enable:
+        from psrl_sglang.engine import tier_start
+
+        tier_start.check_before_start(config, server_args)
     with activation.exporting(config):
         launched = original(cls, server_args, *args, **kwargs)
     _require_versioned_schedulers(launched[3].scheduler_infos)

@@ -19,6 +19,7 @@ from sglang.srt.session.streaming_session import is_virtual_node
 from psrl_sglang.engine.control import VersionControl
 from psrl_sglang.engine.pins import PinTable
 from psrl_sglang.engine.tagindex import TagIndex, make_tag_index
+from psrl_sglang.engine.tiered import TieredTree
 from psrl_sglang.engine.watch import UpdateWatch
 from psrl_sglang.namespace import split_salt
 
@@ -32,7 +33,7 @@ _LMCACHE_REFUSES = frozenset("@/\\\0")
 _LMCACHE_SALT_CHARACTERS = 128
 
 
-class VersionedTree(UnifiedRadixCache):
+class VersionedTree(TieredTree):
     """A radix tree whose entries carry the weight version that computed them.
 
     ``versions`` decides namespaces, ``pins`` holds leases on device KV, ``tags`` knows what each version
@@ -75,10 +76,18 @@ class VersionedTree(UnifiedRadixCache):
     def maybe_hand_to_session(self, req: Any) -> None:
         super().maybe_hand_to_session(req)
         self.versions.on_admitted(req)
+        if self.tiers is not None:
+            self.tiers.on_admitted(req)
 
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         # Capped here and not further in, so that an external store behind checkpoint() sees the cap too.
-        super().checkpoint(req, up_to=self.versions.publish_limit(req, up_to), **kwargs)
+        limit = self.versions.publish_limit(req, up_to)
+        if self.tiers is None or self.psrl_settings.config.lmcache.save_decode_cache:
+            super().checkpoint(req, up_to=limit, **kwargs)
+        else:
+            self.tiers.prompt_only(
+                req, lambda: super(VersionedTree, self).checkpoint(req, up_to=limit, **kwargs)
+            )
 
     def insert(self, params: InsertParams) -> InsertResult:
         tag, _ = split_salt(params.key.cache_salt) if params.key is not None else (None, None)
@@ -109,8 +118,12 @@ class VersionedTree(UnifiedRadixCache):
         return req.kv.cache_protected_len - before
 
     def retire(self, tag: str) -> tuple[int, int]:
-        """Evict all of a tag that no request and no pin holds. Returns (device, host) tokens freed."""
+        """Evict all of a tag that no request and no pin holds, from every tier. Returns (device, host) tokens
+        freed."""
         freed = self.tags.evict(tag)
+        if self.tiers is not None:
+            dropped = self.tiers.linker.store.drop_tag(tag)
+            freed = freed[0], freed[1] + dropped["dram"] * self.page_size
         if any(freed):
             self.versions.metrics.observe_retired()
         return freed
@@ -172,6 +185,8 @@ class VersionedTree(UnifiedRadixCache):
         pinned = {pin["tag"]: pin["tokens"] for pin in self.pins.list()}
         if pinned and max(pinned.values()) > locked:
             wrong.append(f"a pin holds {max(pinned.values())} tokens, only {locked} are locked")
+        if self.tiers is not None:
+            wrong += self.tiers.linker.store.check_integrity()
         return wrong
 
 

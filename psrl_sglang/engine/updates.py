@@ -137,11 +137,13 @@ def after_resume_memory(result: Any, self: Any, recv_req: Any) -> None:
         _change(tree, tree.versions.ledger.install_unnamed)
 
 
-def before_retract_all(*args: Any, reqs: list[Any], tree_cache: Any, **kwargs: Any) -> None:
-    """``pause(retract)`` gives back the KV of every running request; SGLang would drop what they decoded."""
+def before_release(*args: Any, req: Any, tree_cache: Any, **kwargs: Any) -> None:
+    """A running request gives back its KV, for want of memory or for ``pause(retract)``; SGLang would drop what
+    it decoded."""
     if isinstance(tree_cache, VersionedTree):
-        saved = sum(tree_cache.publish_tail(req) for req in reqs)
-        tree_cache.versions.metrics.retract_saved_tokens += saved
+        tree_cache.versions.metrics.retract_saved_tokens += tree_cache.publish_tail(req)
+        if tree_cache.tiers is not None:
+            tree_cache.tiers.settle()
 
 
 def _change(tree: VersionedTree, install: Callable[[], object]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,9 +14,10 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from psrl_sglang.config import PsrlConfig
-from psrl_sglang.engine import eviction, flush, reporting, seams, updates
+from psrl_sglang.engine import batches, eviction, flush, reporting, seams, updates
 from psrl_sglang.engine.activation import exported_instance, refuse
 from psrl_sglang.engine.commands import CommandHandler, PsrlCommand
+from psrl_sglang.engine.identity import RunIdentity, checkpoint_fingerprint
 from psrl_sglang.engine.metrics import PrometheusMirror, VersionMetrics
 from psrl_sglang.engine.tree import VersionedTree, versioned
 from psrl_sglang.namespace import VersionLedger
@@ -43,6 +42,8 @@ class TreeSettings:
     """What a versioned tree is built with. One per scheduler process."""
 
     config: PsrlConfig
+    model_config: Any
+    identity: RunIdentity
     ledger: VersionLedger
     metrics: VersionMetrics
     priority_step: int
@@ -83,7 +84,9 @@ def install(config: PsrlConfig) -> None:
         (f"{_UPDATER}.end_weight_update", updates.around_session_end, HookType.AROUND),
         (f"{_UPDATER}.flush_cache_after_weight_update", updates.around_flush_after_update, HookType.AROUND),
         (f"{_UPDATER}.resume_memory_occupation", updates.after_resume_memory, HookType.AFTER),
-        ("sglang.srt.managers.schedule_batch.retract_all", updates.before_retract_all, HookType.BEFORE),
+        ("sglang.srt.managers.schedule_batch.release_req", updates.before_release, HookType.BEFORE),
+        (f"{_SCHEDULER}.run_batch", batches.around_run, HookType.AROUND),
+        (f"{_SCHEDULER}.process_batch_result", batches.after_result, HookType.AFTER),
         (
             "sglang.srt.managers.scheduler_components.flush_wrapper.SchedulerFlushWrapper.handle",
             flush.around_flush,
@@ -152,15 +155,17 @@ def _make_settings(config: PsrlConfig, ctx: Any) -> TreeSettings:
 
     instance = _agreed_instance()
     version = get_serving().weight_version
+    fingerprint = checkpoint_fingerprint(ctx.model_config.model_path, ctx.server_args.revision)
     if version == _SGLANG_DEFAULT_VERSION:
         # Two engines, or two starts, from different checkpoints must not share a name in a shared tier.
-        version = f"{version}@{checkpoint_fingerprint(ctx.model_config.model_path, ctx.server_args.revision)}"
+        version = f"{version}@{fingerprint}"
     ledger = VersionLedger(
         version,
         instance=instance,
         namespace=config.sglang.namespace,
         max_version_lag=config.sglang.max_version_lag,
     )
+    identity = RunIdentity(config.sglang.namespace, str(ledger.current), fingerprint, instance)
     mirror = None
     if get_observability().enable_metrics:
         labels = {
@@ -177,7 +182,9 @@ def _make_settings(config: PsrlConfig, ctx: Any) -> TreeSettings:
         params.tree_core_backend = "rust"
         if params.eviction_policy == "priority":
             priority_step = eviction.RUST_PRIORITY_STEP
-    return TreeSettings(config, ledger, VersionMetrics(mirror=mirror), priority_step)
+    return TreeSettings(
+        config, ctx.model_config, identity, ledger, VersionMetrics(mirror=mirror), priority_step
+    )
 
 
 def _agreed_instance() -> str:
@@ -191,18 +198,6 @@ def _agreed_instance() -> str:
     return box[0]
 
 
-def checkpoint_fingerprint(model_path: str, revision: str | None) -> str:
-    """A short digest of which checkpoint a path holds: names, sizes and times of its files. A path that is no
-    directory (a hub id) is digested by its name and revision."""
-    digest = hashlib.sha256(f"{os.path.realpath(model_path)}\0{revision or ''}".encode())
-    if os.path.isdir(model_path):
-        for entry in sorted(os.scandir(model_path), key=lambda entry: entry.name):
-            if entry.is_file():
-                stat = entry.stat()
-                digest.update(f"{entry.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
-    return digest.hexdigest()[:12]
-
-
 def _after_init_dispatcher(result: None, self: Scheduler) -> None:
     from sglang.utils import TypeBasedDispatcher
 
@@ -213,4 +208,5 @@ def _after_init_dispatcher(result: None, self: Scheduler) -> None:
 def _after_init_info(result: dict[str, Any], self: Scheduler) -> dict[str, Any]:
     """The launcher refuses to serve an engine whose scheduler does not say this."""
     tree = updates.tree_of(self)
+    tree.open_gate_in(self)
     return {**result, INIT_INFO_KEY: {"tree": type(tree).__name__, "tag": str(tree.versions.ledger.current)}}

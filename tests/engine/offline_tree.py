@@ -220,7 +220,8 @@ class OfflineEngine:
         """Take the KV of running requests back; at a pause what they computed is published first."""
         reqs = list(reqs)
         if pause:
-            updates.before_retract_all(reqs=reqs, tree_cache=self.tree)
+            for req in reqs:
+                updates.before_release(req=req, tree_cache=self.tree)
         retract_all(
             reqs=reqs,
             req_to_token_pool=self.rows,

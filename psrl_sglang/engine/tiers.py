@@ -1,0 +1,121 @@
+"""What the tree adds to SGLang's linker: where a transfer belongs, what leaves the device, and the gate."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
+
+from psrl_sglang.engine.gate import Gate
+from psrl_sglang.engine.linker import Place, PsrlLinker
+from psrl_sglang.namespace import split_salt
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from psrl_sglang.engine.tree import VersionedTree
+
+logger = logging.getLogger(__name__)
+
+_ALL = 1 << 60
+_SETTLE_S = 0.2
+
+
+class Tiers(UnifiedCacheLinkerWrapper):
+    """SGLang's wrapper around a linker, for our linker and tree. Scheduler thread only."""
+
+    def __init__(
+        self, tree: VersionedTree, linker: PsrlLinker, *, gate: Gate | None, decode_tokens: int
+    ) -> None:
+        super().__init__(tree, linker)
+        self.tree = tree
+        self.linker = linker
+        self.gate = gate
+        self._decode_tokens = decode_tokens
+        self._most_tokens = _ALL
+
+    def match(self, key: RadixKey, req: Req, result: MatchResult) -> MatchResult:
+        tag, _ = split_salt(key.cache_salt)
+        if tag is None:
+            return result
+        self.linker.place = Place(tag, result.device_prefix_len // self.tree.page_size, None, 0)
+        return super().match(key, req, result)
+
+    def _offload_node(self, node_id: Any, transfers: list[PoolTransfer]) -> None:
+        node: Any = self.tree.tree_core.node_by_id(node_id)
+        tag, _ = split_salt(node.key.cache_salt)
+        ledger = self.tree.versions.ledger
+        if tag is None or ledger.is_suspended or tag not in ledger.window():
+            return  # dead already: nothing would ever look for it
+        start_tokens = 0
+        above = node.parent
+        before = above.hash_value[-1] if above.hash_value else None
+        while above.parent is not None:
+            start_tokens += len(above.key)
+            above = above.parent
+        page = self.tree.page_size
+        most_pages = self._most_tokens // page - start_tokens // page
+        if most_pages > 0:
+            self.linker.place = Place(tag, start_tokens // page, before, most_pages)
+            super()._offload_node(node_id, transfers)
+
+    def prompt_only(self, req: Req, checkpoint: Any) -> None:
+        """Run ``checkpoint`` so that it offloads nothing that ``req`` generated."""
+        self._most_tokens = len(req.origin_input_ids)
+        try:
+            checkpoint()
+        finally:
+            self._most_tokens = _ALL
+
+    def on_admitted(self, req: Req) -> None:
+        """What the device has of a request's prefix counts as used in DRAM too. What DRAM has lost of it
+        meanwhile will be offloaded again, because the tree offers a node only once."""
+        if self.gate is not None:
+            self.gate.drop(req.rid)
+        tag, _ = split_salt(req.cache_salt)
+        core: Any = self.tree.tree_core
+        if tag is None or core.is_root(req.last_node):
+            return
+        node = core.node_by_id(req.last_node)
+        hashes = node.get_prefix_hash_values(node)
+        with self.linker.store.dram.lease(self.linker.keys("kv", hashes, tag)) as lease:
+            held = torch.tensor([lease.pages], dtype=torch.int64)
+        self.tree._all_reduce_attn_groups(held, torch.distributed.ReduceOp.MIN)
+        end = len(hashes)
+        while node.parent is not None and end > int(held.item()):
+            if node.write_through_pending_id is None:
+                node.external_cache_stored = False
+            end -= len(node.hash_value)
+            node = node.parent
+
+    def checkpoint_decodes(self, reqs: list[Req]) -> None:
+        """Publish, and so offload, what running requests have decoded, every so many tokens of each."""
+        if not self._decode_tokens or self.linker.waiting_offloads > len(reqs):
+            return
+        for req in reqs:
+            if not req.finished() and req.owned_kv_len() - req.kv.cache_protected_len >= self._decode_tokens:
+                self.tree.publish_tail(req)
+
+    def settle(self) -> None:
+        """Let the offloads under way end and unlock their nodes, so that the memory can be taken."""
+        self.linker.settle_offloads(_SETTLE_S)
+        self.tree.check_hicache_events()
+
+    def drop_all(self) -> None:
+        """Empty the store; what was on its way to it is dropped too."""
+        if self.gate is not None:
+            self.gate.clear()
+        self.linker.settle_offloads(_SETTLE_S)
+        self.linker.store.clear()
+
+    def status(self) -> dict[str, Any]:
+        status = self.linker.store.status()
+        status["queues"] |= {"offload": self.linker.waiting_offloads, "gate": len(self.gate or ())}
+        status["load_or_recompute"] = self.linker.choice.status()
+        status["layout"] = self.linker.store.layout.text
+        return status
