@@ -61,10 +61,10 @@ class TestConfigCheck:
             assert said in result.stderr
 
     def test_setting_that_is_not_built_is_refused_unless_allowed(self, run):
-        source = json.dumps({"psrl": {"lmcache": {"enable": True}}})
+        source = json.dumps({"psrl": {"lmcache": {"enable": True, "enable_p2p": True}}})
         refused = run("config", "check", source)
         assert refused.exit_code == 2
-        assert "psrl.lmcache.enable" in refused.stderr
+        assert "psrl.lmcache.enable_p2p" in refused.stderr
         assert run("config", "check", source, "--allow-unbuilt").exit_code == 0
 
     def test_credentials_are_masked(self, run):

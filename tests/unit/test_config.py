@@ -76,6 +76,9 @@ WRONG_VALUES: dict[tuple[str, str], list[object]] = {
     (SGLANG, "pin_budget_tokens"): [-1],
     (SGLANG, "namespace"): ["a|b", 1, None],
     (SGLANG, "command_timeout_s"): [0],
+    (SGLANG, "read_ahead_timeout_s"): [0, -1.0, "2"],
+    (SGLANG, "remote_timeout_s"): [0, None],
+    (SGLANG, "remote_ttl_s"): [-1.0, float("inf")],
 }
 SWITCHES = [
     (path, name)
@@ -192,8 +195,7 @@ class TestNotBuilt:
         found = problems_of(EVERY_UNBUILT, built_only=True)
         assert [problem.field for problem in found] == [f"{entry.section}.{entry.name}" for entry in NOT_BUILT]
         assert all("not built yet" in problem.message for problem in found)
-        assert "`load_policy: auto`" in found[3].remedy
-        assert "`enable: false`" in found[0].remedy
+        assert "`enable: false`" in found[1].remedy
 
     def test_they_load_when_asked_for(self):
         assert load_config(EVERY_UNBUILT, built_only=False).kv_transfer.enable is True
@@ -214,7 +216,7 @@ class TestReport:
                     "enable_p2p": True,
                     "controller_host": "${absent}",
                 },
-                "sglang": {"lag": 1, "pin_lease_s": 9999.0, "decode_checkpoint_tokens": 1},
+                "sglang": {"lag": 1, "pin_lease_s": 9999.0},
             }
         }
         fields = [problem.field for problem in problems_of(source, built_only=True)]
@@ -227,7 +229,6 @@ class TestReport:
                 "psrl.lmcache.enable_p2p",
                 "psrl.sglang.lag",
                 "psrl.sglang.pin_max_lease_s",
-                "psrl.sglang.decode_checkpoint_tokens",
             ]
         )
 
