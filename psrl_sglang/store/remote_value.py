@@ -75,13 +75,20 @@ def read_value(
     end = at + header_bytes(memoryview(start)[at : at + BLOCK_BYTES])
     if end > len(start):
         start += client.read(name, len(start), end - len(start)) or b""
+        if end > len(start):
+            raise _cut_short(client, name)
     header = decode_header(memoryview(start)[at:end])
     check_holds(header, layout, pool, found, page_bytes)
     if at:
         _decompress(client, name, end, header, found, into)
     elif not client.read_into(name, end + found.first * page_bytes, into):
-        raise BadChunk("value ends before its last page")
+        raise _cut_short(client, name)
     return header
+
+
+def _cut_short(client: RemoteClient, name: str) -> Missing | BadChunk:
+    """Why a value has less than its header says: somebody may have deleted it since."""
+    return Missing() if client.read(name, 0, 1) is None else BadChunk("value ends before its last page")
 
 
 def _decompress(
@@ -94,13 +101,16 @@ def _decompress(
 ) -> None:
     table = client.read(name, end, header.pages * _SIZE_BYTES)
     if table is None or len(table) != header.pages * _SIZE_BYTES:
-        raise BadChunk("value ends before its first page")
+        raise _cut_short(client, name)
     sizes = struct.unpack(f"<{header.pages}I", table)
+    # The table has no checksum, and memory is taken for what it says.
+    if max(sizes) > 2 * header.page_bytes + BLOCK_BYTES:
+        raise BadChunk(f"compressed page of {max(sizes)} bytes")
     before_bytes = sum(sizes[: found.first])
     sizes = sizes[found.first : found.first + found.pages]
     data = client.read(name, end + len(table) + before_bytes, sum(sizes))
     if data is None or len(data) != sum(sizes):
-        raise BadChunk("value ends before its last page")
+        raise _cut_short(client, name)
     decompressor = zstandard.ZstdDecompressor()
     at = 0
     for size, view in zip(sizes, into, strict=True):
