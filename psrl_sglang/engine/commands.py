@@ -135,7 +135,7 @@ class CommandHandler:
                 "held": tree.pins.list(),
             },
             "counters": tree.versions.metrics.snapshot(),
-            "tiers": None if tree.tiers is None else tree.tiers.status(),
+            "tiers": tree.tier_status(),
             "tree": type(tree).__name__,
             "tree_core": type(tree.tree_core).__name__,
         }
@@ -197,6 +197,8 @@ class CommandHandler:
         return {"version": command.version, "device_tokens": device, "host_tokens": host, "kept_tokens": kept}
 
     def _check(self, tree: VersionedTree, command: PsrlCommand) -> dict[str, Any]:
+        if tree.tiers is not None:
+            tree.tiers.settle()  # what is being offloaded is locked
         problems = tree.check_integrity()
         idle = self._scheduler.is_fully_idle()
         if idle and not len(tree.pins):

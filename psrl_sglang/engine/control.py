@@ -66,17 +66,18 @@ class VersionControl:
             self._retag(req, state, slot_tag or self._choose(key, state))
         key.cache_salt = req.cache_salt
 
-    def on_admitted(self, req: Req) -> None:
-        """The request has its row of KV: count what it reuses, once per admission."""
+    def on_admitted(self, req: Req) -> bool:
+        """The request has its row of KV: count what it reuses, once per admission. Returns whether it did."""
         state = versions_of(req)
         slot = self._tree.session.borrowed_slot(req)
         if slot is not None and not hasattr(slot, _SLOT_TAG):
             setattr(slot, _SLOT_TAG, state.tag if state is not None and not state.crossed else None)
         if state is None or state.admitted:
-            return
+            return False
         state.admitted = True
         reused = req.prefix_len
         self.metrics.observe_admission(reused, len(req.full_untruncated_fill_ids) - reused, state.lag)
+        return True
 
     def publish_limit(self, req: Req, up_to: int) -> int:
         """How much of ``[0, up_to)`` may enter the tree under the request's tag."""
@@ -130,7 +131,8 @@ class VersionControl:
         """Tokens of ``key`` resident under ``salt``. Loads, locks and counts nothing."""
         probe = RadixKey(key.token_ids, key.extra_key, key.is_bigram, key.limit, salt)
         if not self._tree.has_host_tier:
-            return self._tree.tree_core.match_full_device_prefix(probe)[0]
+            resident = self._tree.tree_core.match_full_device_prefix(probe)[0]
+            return resident if self._tree.tiers is None else self._tree.tiers.probe(probe, resident)
         result = self._tree.tree_core.match_prefix(MatchPrefixParams(key=probe))
         # A walk may split a node; its actions belong to the tree, not to the request.
         self._tree._apply_cache_actions(list(result.cache_actions))

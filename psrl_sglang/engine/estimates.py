@@ -10,6 +10,7 @@ from psrl_sglang.config import LoadPolicy
 
 _FORGET = 0.97  # weight of the past at each observation: the last thirty or so count
 _LEAST_OBSERVATIONS = 5.0
+_LEAST_SLOPE = 0.25
 
 
 @dataclass(slots=True)
@@ -38,7 +39,8 @@ class Line:
 
     @property
     def per_unit(self) -> float:
-        """Never negative; through the origin when all observations are alike."""
+        """Through the origin when all observations are alike. At least a quarter of the mean is taken to grow with
+        the units: a fit of noise may say that nothing does, and that any load or prefill costs the same."""
         if not self.weight:
             return 0.0
         spread = self.units_squared - self.units**2 / self.weight
@@ -46,7 +48,7 @@ class Line:
             return self.seconds / self.units if self.units else 0.0
         slope = (self.product - self.units * self.seconds / self.weight) / spread
         mean = self.seconds / self.units
-        return min(max(slope, 0.0), mean)  # a fixed part below zero would be noise
+        return min(max(slope, _LEAST_SLOPE * mean), mean)  # a fixed part below zero would be noise too
 
     @property
     def fixed(self) -> float:

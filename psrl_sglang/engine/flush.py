@@ -17,6 +17,8 @@ from psrl_sglang.engine.updates import tree_of
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler import Scheduler
 
+    from psrl_sglang.engine.tree import VersionedTree
+
 SCHEDULER_ATTRIBUTE = "psrl_scheduler"
 
 
@@ -30,7 +32,9 @@ def around_flush(
     ledger = tree.versions.ledger
     held = len(tree.pins) or tree.session.any_holding_kv()
     if ledger.is_strict and not held and scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused):
-        return FlushCacheReqOutput(success=self._flush_cache(), message="Cache flushed. Nothing stayed.")
+        return FlushCacheReqOutput(
+            success=self._flush_cache(), message=f"Cache flushed. Nothing stayed.{_tiers_stay(tree)}"
+        )
     before = tree.evictable_size()
     retired = tree.retire_dead()
     if ledger.is_strict:
@@ -46,5 +50,12 @@ def around_flush(
             f"Cache flushed. {before - tree.evictable_size()} unlocked tokens dropped, {len(retired)} dead "
             f"version(s) retired.{kept} Stayed: {tree.protected_size()} tokens of {running} running and {waiting} "
             f"waiting request(s), {tree.pins.tokens} of them in {len(tree.pins)} pin(s)."
+            f"{_tiers_stay(tree)}"
         ),
     )
+
+
+def _tiers_stay(tree: VersionedTree) -> str:
+    if tree.tiers is None:
+        return ""
+    return " DRAM, disk and remote keep theirs, under its versions; /psrl/v1/retire drops one."

@@ -6,12 +6,14 @@ tree passes both on to here. Others overtake a request that waits.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from psrl_sglang.keys import count
-from psrl_sglang.store.fetch import Fetch
+from psrl_sglang.store.fetch import Fetch, ReadSpan
 
 if TYPE_CHECKING:
     from psrl_sglang.engine.linker import PsrlLinker
@@ -28,6 +30,7 @@ class Gate:
         self._ranks = ranks
         self._waiting: dict[str, Fetch] = {}
         self._landed: dict[str, Fetch] = {}
+        self._held_since_s: dict[str, float] = {}
         self.late = 0
 
     def __len__(self) -> int:
@@ -55,10 +58,19 @@ class Gate:
         over = torch.tensor([int(fetch.is_over)], dtype=torch.int)
         self._tree._all_reduce_attn_groups(over, torch.distributed.ReduceOp.MIN)
         if not over.item():
+            self._held_since_s.setdefault(rid, time.monotonic())
             return False
-        self.late += not fetch.is_complete
+        self._count(rid, fetch)
         self._landed[rid] = self._waiting.pop(rid)
         return True
+
+    def _count(self, rid: str, fetch: Fetch) -> None:
+        stats = self._linker.store.stats
+        is_late = not fetch.is_complete
+        self.late += is_late
+        stats.add("gate_requests", outcome="late" if is_late else "read" if fetch.spans else "nothing")
+        now_s = time.monotonic()
+        stats.add("gate_seconds", now_s - self._held_since_s.pop(rid, now_s))
 
     def read_span(self, rid: str) -> tuple[int, int | None]:
         """Tokens that were read for a request that passed the gate, and where in it they begin."""
@@ -67,8 +79,14 @@ class Gate:
             return 0, None
         return fetch.read_pages * self._linker.page_tokens, fetch.first_page * self._linker.page_tokens
 
+    def read_for(self, rid: str) -> Sequence[ReadSpan]:
+        """What was read for a request that passed the gate and was not admitted yet."""
+        fetch = self._landed.get(rid)
+        return () if fetch is None else tuple(fetch.spans)
+
     def drop(self, rid: str) -> None:
         """The request was admitted or is gone: nothing is held for it any more."""
+        self._held_since_s.pop(rid, None)
         for fetches in (self._waiting, self._landed):
             fetch = fetches.pop(rid, None)
             if fetch is not None:

@@ -27,7 +27,8 @@ from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from psrl_sglang.engine.activation import refuse
 from psrl_sglang.keys import KVLayout, PoolLayout
 
-_PAGES_PER_ROW = ("hnd", "vectorized_5d")  # in these a row of the buffer is a page, else a token
+_PAGES_PER_ROW = ("hnd", "vectorized_5d")  # layouts in which a row of the buffer is a page
+_TOKENS_PER_ROW = ("nhd",)
 
 
 def build_pool_group(
@@ -35,18 +36,17 @@ def build_pool_group(
 ) -> DevicePoolGroup:
     """The physical pools behind the tree's components. Ends the process for a pool that is not supported."""
     try:
-        if components == {ComponentType.FULL} and type(kvcache) is MHATokenToKVPool:
-            layers = kvcache.layer_num
-            entry = _mha_entry(PoolName.KV, kvcache, {layer: layer for layer in range(layers)}, page_tokens)
-            return DevicePoolGroup([entry], layers, page_tokens)
-        if components == {ComponentType.FULL} and type(kvcache) is MLATokenToKVPool:
-            return _mla_group(kvcache, page_tokens)
-        if components == {ComponentType.FULL, ComponentType.SWA} and isinstance(kvcache, BaseSWAKVPool):
-            return _swa_group(kvcache, page_tokens)
-        return resolve_hybrid_device_pool_group(
-            kvcache=kvcache, page_size=page_tokens, params=params, components=components
-        )
-    except (ValueError, NotImplementedError) as error:
+        group = _own_group(kvcache, page_tokens, components)
+        if group is None:
+            return resolve_hybrid_device_pool_group(
+                kvcache=kvcache, page_size=page_tokens, params=params, components=components
+            )
+        if params.mtp_draft_device_pools or params.sidecar_draft_device_pools:
+            raise ValueError("it comes with the KV of a draft model, which would not be restored with it")
+        if kvcache.page_size != page_tokens:  # decode context parallelism: a rank has a part of each page
+            raise ValueError(f"its pages are of {kvcache.page_size} tokens, the tree's of {page_tokens}")
+        return group
+    except (ValueError, NotImplementedError, AssertionError) as error:  # SGLang asserts that it knows the pool
         names = ", ".join(sorted(component.name for component in components))
         refuse(
             f"psrl.lmcache.enable: a {type(kvcache).__name__} pool with the components {names} cannot be offloaded "
@@ -55,9 +55,24 @@ def build_pool_group(
         )
 
 
+def _own_group(kvcache: Any, page_tokens: int, components: set[ComponentType]) -> DevicePoolGroup | None:
+    """For the plain pools, which SGLang's assembler leaves out; None for any other."""
+    if components == {ComponentType.FULL} and type(kvcache) is MHATokenToKVPool:
+        layers = kvcache.layer_num
+        entry = _mha_entry(PoolName.KV, kvcache, {layer: layer for layer in range(layers)}, page_tokens)
+        return DevicePoolGroup([entry], layers, page_tokens)
+    if components == {ComponentType.FULL} and type(kvcache) is MLATokenToKVPool:
+        return _mla_group(kvcache, page_tokens)
+    if components == {ComponentType.FULL, ComponentType.SWA} and isinstance(kvcache, BaseSWAKVPool):
+        return _swa_group(kvcache, page_tokens)
+    return None
+
+
 def _mha_entry(name: PoolName, pool: Any, layer_mapping: dict[int, int], page_tokens: int) -> DevicePoolEntry:
     if pool.k_scale_buffer is not None or pool.native_k_scale_buffer is not None:
         raise ValueError("its KV is kept with scales, which are not offloaded")
+    if pool.kv_cache_layout not in (*_PAGES_PER_ROW, *_TOKENS_PER_ROW):
+        raise ValueError(f"its layout {pool.kv_cache_layout} is not known")
     layers = len(pool.k_buffer)
     return DevicePoolEntry(
         name=name,

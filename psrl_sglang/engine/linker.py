@@ -22,7 +22,8 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 from psrl_sglang.engine.copier import Copier, make_copier
 from psrl_sglang.engine.estimates import LoadOrRecompute
 from psrl_sglang.engine.geometry import PoolGeometry, build_pool_group, pool_geometry
-from psrl_sglang.keys import KEY_BYTES, count, page_keys, pool_salt
+from psrl_sglang.engine.windows import complete_at, lease_everywhere, worth_reading
+from psrl_sglang.keys import count, page_keys, pool_salt
 from psrl_sglang.store.chunk import Wanted
 from psrl_sglang.store.dram import Lease, Reservation
 from psrl_sglang.store.store import KVStore
@@ -53,6 +54,8 @@ class _LookedUp:
     wanted: list[Wanted]
     found_pages: int
     leases: list[Lease]
+    windows: dict[str, int]  # pages of a pool that a prefix needs at its end, where it does not need all
+    is_declined: bool = False
 
 
 @dataclass(slots=True)
@@ -63,6 +66,7 @@ class _Load:
 
 @dataclass(slots=True)
 class _Offload:
+    number: int
     writes: list[tuple[str, torch.Tensor, Reservation]]
     is_whole: bool
     ready: list[Any]
@@ -93,13 +97,18 @@ class PsrlLinker(UnifiedCacheLinker):
         self.device = self.group.entries[0].kv_buffer[0].device
         self.layer_done_counter = LayerWiseLoadCounter(self.group.num_layers)
         self.place = Place("", 0, None, 0)
+        self.agree: Callable[[bool], bool] = bool  # whether something holds on every rank
         # For tests: called on the loader thread before each layer, and on the offload thread before each job.
         self.before_layer: Callable[[int], None] | None = None
         self.before_offload: Callable[[], None] | None = None
+        self.declined: set[str] = set()  # requests of the last batch that had better recompute than load
         self._looked_up: dict[str, _LookedUp] = {}
         self._pending: dict[str, _Load] = {}
         self._results: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._unfinished = 0
+        self._offered = 0  # offloads so far, and up to which of them none may be stored any more
+        self._given_up = 0
+        self._storing = threading.Lock()
         self._changed = threading.Condition()
         self._salts: dict[tuple[str, str], bytes] = {}
         self._threads: list[threading.Thread] = []
@@ -143,6 +152,7 @@ class PsrlLinker(UnifiedCacheLinker):
         assert hashes is not None
         wanted: list[Wanted] = []
         leases: list[Lease] = []
+        windows: dict[str, int] = {}
         restorable = np.ones(len(hashes) + 1, dtype=bool)
         restorable[0] = False
         for transfer in resolved:
@@ -153,21 +163,23 @@ class PsrlLinker(UnifiedCacheLinker):
                 leases.append(lease)
                 restorable[lease.pages + 1 :] = False
             else:
-                here = self._lease_all(keys, leases)
-                restorable &= _windows(here, max(1, len(transfer.keys or ())))
+                windows[str(transfer.name)] = window = max(1, len(transfer.keys or ()))
+                here, held = lease_everywhere(self.store.dram, keys, seconds=_LOOKED_UP_S)
+                leases += held
+                restorable &= complete_at(here, window)
         lengths = np.flatnonzero(restorable).tolist()
         longest = lengths[-1] if lengths else 0
-        self._looked_up[rid] = _LookedUp(wanted, longest, leases)
-        if longest and not self.choice.should_load(longest * self.page_tokens):
-            self.choice.recomputed += 1
-            return []
-        return lengths
+        is_declined = bool(longest) and not self.choice.should_load(longest * self.page_tokens)
+        self._looked_up[rid] = _LookedUp(wanted, longest, leases, windows, is_declined)
+        return [] if is_declined else lengths
 
     def missing(self, rid: str) -> tuple[list[Wanted], int]:
-        """What the last look-up of a request asked for, by pool, and how many pages of it DRAM can restore;
-        nothing if there was no look-up since the last batch."""
+        """What is worth reading for a request, by pool, after its last look-up, and how many pages of it DRAM can
+        restore; nothing if there was no look-up since the last batch."""
         seen = self._looked_up.get(rid)
-        return ([], 0) if seen is None else (seen.wanted, seen.found_pages)
+        if seen is None:
+            return [], 0
+        return worth_reading(self.store, seen.wanted, seen.windows), seen.found_pages
 
     def forget(self, rid: str) -> None:
         """The request's look-up protects nothing any more."""
@@ -177,10 +189,21 @@ class PsrlLinker(UnifiedCacheLinker):
                 lease.release()
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
+        load = self._prepared_load(rid, transfers)
+        if not self.agree(load is not None):
+            if load is not None:
+                _release(load)
+            return False
+        assert load is not None
+        self._pending[rid] = load
+        self.choice.loaded += 1
+        return True
+
+    def _prepared_load(self, rid: str, transfers: list[PoolTransfer]) -> _Load | None:
         resolved = self.group.resolve_transfers(transfers, allow_partial=True, allow_missing_kv=True)
         seen = self._looked_up.get(rid)
         if not resolved or seen is None:
-            return False
+            return None
         load = _Load()
         for transfer in resolved:
             pool = str(transfer.name)
@@ -189,12 +212,10 @@ class PsrlLinker(UnifiedCacheLinker):
             load.leases.append(lease)
             if lease.pages < count(keys):
                 _release(load)
-                return False
+                return None
             assert transfer.host_indices is not None
             load.slots.append((pool, transfer.host_indices, self.store.dram.offsets(lease.pieces)))
-        self._pending[rid] = load
-        self.choice.loaded += 1
-        return True
+        return load
 
     def cancel_queued_load(self, rid: str) -> bool:
         load = self._pending.pop(rid, None)
@@ -204,6 +225,7 @@ class PsrlLinker(UnifiedCacheLinker):
         return True
 
     def start_layer_wise_loading(self) -> int:
+        self.declined = {rid for rid, seen in self._looked_up.items() if seen.is_declined}
         for rid in list(self._looked_up):
             self.forget(rid)
         if not self._pending:
@@ -286,7 +308,9 @@ class PsrlLinker(UnifiedCacheLinker):
             self.store.stats.add("rejected", kv_pages, tier="dram", reason="queue")
         with self._changed:
             self._unfinished += 1
-        self._offloads.put(_Offload(writes, is_whole, self.record_offload_ready() if writes else []))
+        self._offered += 1
+        ready = self.record_offload_ready() if writes else []
+        self._offloads.put(_Offload(self._offered, writes, is_whole, ready))
         return True
 
     def num_completed_offloads(self) -> int:
@@ -304,6 +328,11 @@ class PsrlLinker(UnifiedCacheLinker):
         with self._changed:
             return self._changed.wait_for(lambda: not self._unfinished, timeout_s)
 
+    def give_up_offloads(self) -> None:
+        """Nothing that was offloaded so far and is not stored yet will be."""
+        with self._storing:
+            self._given_up = self._offered
+
     def _offload_loop(self) -> None:
         torch.set_num_threads(1)
         while (job := self._offloads.get()) is not None:
@@ -311,8 +340,7 @@ class PsrlLinker(UnifiedCacheLinker):
             try:
                 if self.before_offload is not None:
                     self.before_offload()
-                self._run_offload(job)
-                is_stored = job.is_whole
+                is_stored = self._run_offload(job) and job.is_whole
             except Exception as error:
                 logger.exception("psrl: an offload failed")
                 self.store.stats.add("errors", tier="dram", direction="store", reason=type(error).__name__)
@@ -325,7 +353,7 @@ class PsrlLinker(UnifiedCacheLinker):
                     self._unfinished -= 1
                     self._changed.notify_all()
 
-    def _run_offload(self, job: _Offload) -> None:
+    def _run_offload(self, job: _Offload) -> bool:
         for event in job.ready:
             event.synchronize()
         for name, indices, reservation in job.writes:
@@ -336,7 +364,11 @@ class PsrlLinker(UnifiedCacheLinker):
                 wanted = np.concatenate([np.arange(w.source, w.source + w.pages) for w in reservation.writes])
                 offsets = self.store.dram.offsets(reservation.writes)
                 self._copiers[1].to_arena(pool, rows[torch.from_numpy(wanted)], offsets)
-            self.store.commit(reservation)
+            with self._storing:
+                if job.number <= self._given_up:
+                    return False
+                self.store.commit(reservation)
+        return True
 
     # ---- life cycle ----
 
@@ -364,25 +396,6 @@ class PsrlLinker(UnifiedCacheLinker):
             thread.join(_CLOSE_S)
         self._threads.clear()
         self.store.close()
-
-    def _lease_all(self, keys: bytes, leases: list[Lease]) -> np.ndarray:
-        """Protect every page that is here, wherever it is; returns which are."""
-        here = np.zeros(count(keys), dtype=bool)
-        page = 0
-        while page < len(here):
-            lease = self.store.dram.lease(keys[page * KEY_BYTES :], seconds=_LOOKED_UP_S)
-            here[page : page + lease.pages] = True
-            page += lease.pages + 1
-            if lease.pages:
-                leases.append(lease)
-        return here
-
-
-def _windows(here: np.ndarray, window: int) -> np.ndarray:
-    """For each length 0 … n: whether the last ``window`` pages up to it are all here."""
-    missing = np.concatenate([[0], np.cumsum(~here)])
-    lengths = np.arange(len(here) + 1)
-    return missing[lengths] == missing[np.maximum(0, lengths - window)]
 
 
 def _release(load: _Load) -> None:

@@ -22,7 +22,7 @@ class PrometheusMirror:
         def counter(name: str, text: str, *extra: str) -> Any:
             return Counter(f"psrl:{name}", text, [*names, *extra])
 
-        self._labels = labels
+        self.labels = labels
         self._hit_tokens = counter(
             "cache_hit_tokens_total", "Tokens reused at admission, by version lag.", "lag"
         )
@@ -45,23 +45,26 @@ class PrometheusMirror:
             names,
             multiprocess_mode="max",
         )
+        always = (self._miss_tokens, self._retired, self._capped, self._changes, self._change_seconds)
+        for metric in (*always, self._oldest):
+            metric.labels(**labels)  # zero until something happens, so that its first time shows as a change
 
     def admission(self, reused: int, computed: int, lag: int) -> None:
-        self._hit_tokens.labels(**self._labels, lag=str(lag)).inc(reused)
-        self._miss_tokens.labels(**self._labels).inc(computed)
+        self._hit_tokens.labels(**self.labels, lag=str(lag)).inc(reused)
+        self._miss_tokens.labels(**self.labels).inc(computed)
         if lag and reused:
-            self._stale_tokens.labels(**self._labels, lag=str(lag)).inc(reused)
+            self._stale_tokens.labels(**self.labels, lag=str(lag)).inc(reused)
 
     def oldest(self, lag: int) -> None:
-        self._oldest.labels(**self._labels).set(lag)
+        self._oldest.labels(**self.labels).set(lag)
 
     def change(self, crossing: int, seconds: float) -> None:
-        self._changes.labels(**self._labels).inc()
-        self._capped.labels(**self._labels).inc(crossing)
-        self._change_seconds.labels(**self._labels).observe(seconds)
+        self._changes.labels(**self.labels).inc()
+        self._capped.labels(**self.labels).inc(crossing)
+        self._change_seconds.labels(**self.labels).observe(seconds)
 
     def retired(self) -> None:
-        self._retired.labels(**self._labels).inc()
+        self._retired.labels(**self.labels).inc()
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 _LEAST_SLOTS = 2
+_STOCK_LINKER_BACKEND = "mooncake"  # SGLang's default, so nobody may have asked for it
 
 
 def select_route(server_args: Any) -> None:
@@ -35,9 +37,13 @@ def select_route(server_args: Any) -> None:
     others = {
         "enable_lmcache": "--enable-lmcache",
         "enable_unified_cache_external_linker": "--enable-unified-cache-external-linker",
+        "unified_cache_external_linker_config": "--unified-cache-external-linker-config",
         "hicache_storage_backend": "--hicache-storage-backend",
     }
     taken = [flag for name, flag in others.items() if getattr(server_args, name, None)]
+    backend = getattr(server_args, "unified_cache_external_linker_backend", None)
+    if backend not in (None, _STOCK_LINKER_BACKEND, "dynamic"):
+        taken.append(f"--unified-cache-external-linker-backend {backend}")
     if taken:
         refuse(
             f"{LMCACHE}.enable: true sets up its own store, and {', '.join(taken)} another one: drop the option, "
@@ -45,9 +51,8 @@ def select_route(server_args: Any) -> None:
         )
     if server_args.enable_hierarchical_cache:
         server_args.hicache_storage_backend = "dynamic"
-        server_args.hicache_storage_backend_extra_config = (
-            '{"backend_name": "psrl", "module_path": "psrl_sglang.engine.hicache_storage", '
-            '"class_name": "PsrlHiCacheStorage", "interface_v1": 1}'
+        server_args.hicache_storage_backend_extra_config = _with_our_storage(
+            server_args.hicache_storage_backend_extra_config
         )
         return
     server_args.enable_unified_cache_external_linker = True
@@ -57,6 +62,27 @@ def select_route(server_args: Any) -> None:
         "linker_module_path": "psrl_sglang.engine.linker",
         "linker_extra_config": {},
     }
+
+
+def _with_our_storage(extra_config: str | None) -> str:
+    """What the user set for HiCache's storage (its thresholds and time-outs), with ours as the backend."""
+    try:
+        given = json.loads(extra_config or "{}")
+    except ValueError:
+        given = None
+    if not isinstance(given, dict):
+        refuse(
+            f"--hicache-storage-backend-extra-config {extra_config}: with {LMCACHE}.enable: true it must be inline "
+            "JSON, an object"
+        )
+    ours = {
+        "backend_name": "psrl",
+        "module_path": "psrl_sglang.engine.hicache_storage",
+        "class_name": "PsrlHiCacheStorage",
+        "interface_v1": 1,
+        "hicache_storage_pass_prefix_keys": True,
+    }
+    return json.dumps({**given, **ours})
 
 
 def check_before_start(config: PsrlConfig, server_args: Any) -> None:
@@ -188,14 +214,41 @@ def _open_disk(
     if config.lmcache.disk_path is None:
         return None
     budget_bytes = int(config.lmcache.max_disk_size_gb * _GIB / ranks)
-    return DiskTier(
-        Path(config.lmcache.disk_path),
+    path = Path(config.lmcache.disk_path)
+    tier = DiskTier(
+        path,
         layout,
         budget_bytes=budget_bytes,
         policy=config.lmcache.cache_policy,
         dead_rank=dead_rank,
         stats=stats,
     )
+    if layout.rank in ("replicated", f"tp0/{ranks}"):
+        _log_other_layouts(path, layout)
+    return tier
+
+
+def _log_other_layouts(path: Path, layout: KVLayout) -> None:
+    """What engines of another shape left is a miss here; who expected hits learns why."""
+    mine = _fields(layout.text)
+    for file in sorted((path / ROOT).glob("*/LAYOUT")):
+        theirs = _fields(file.read_text())
+        differ = {name: theirs.get(name) for name in mine if theirs.get(name) != mine[name]}
+        if set(differ) == {"rank"} and theirs["rank"].partition("/")[2] == mine["rank"].partition("/")[2]:
+            continue  # another rank of this engine
+        if differ:
+            there = " ".join(f"{name}={value}" for name, value in differ.items())
+            here = " ".join(f"{name}={mine[name]}" for name in differ)
+            logger.warning(
+                "psrl: %s holds KV of another layout, which is not used: %s there, %s here",
+                file.parent,
+                there,
+                here,
+            )
+
+
+def _fields(layout: str) -> dict[str, str]:
+    return {name: value for name, _, value in (field.partition("=") for field in layout.split())}
 
 
 def _open_remote(config: PsrlConfig, layout: KVLayout, stats: StoreStats) -> RemoteTier | None:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
+from sglang.srt.managers.schedule_batch import split_cached_prefix_by_tier
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
-from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
 from psrl_sglang.engine.estimates import LoadOrRecompute
 from psrl_sglang.engine.gate import Gate
 from psrl_sglang.engine.geometry import kv_layout
+from psrl_sglang.engine.hicache_tree import HiCacheTree
 from psrl_sglang.engine.linker import PsrlLinker
+from psrl_sglang.engine.tier_metrics import TierMirror
 from psrl_sglang.engine.tier_start import open_store
 from psrl_sglang.engine.tiers import Tiers
+from psrl_sglang.store.store import KVStore
 
 if TYPE_CHECKING:
     from psrl_sglang.engine.worker import TreeSettings
 
 
-class TieredTree(UnifiedRadixCache):
+class TieredTree(HiCacheTree):
     """A tree that may have our tiers behind it; without them it is SGLang's own."""
 
     psrl_settings: TreeSettings
@@ -53,12 +55,44 @@ class TieredTree(UnifiedRadixCache):
             decode_tokens=config.sglang.decode_checkpoint_tokens,
         )
 
-    def _rank_of_tier_group(self) -> tuple[int, int]:
-        if self.tp_group is None or not torch.distributed.is_initialized():
-            return 0, 1
-        return torch.distributed.get_rank(group=self.tp_group), torch.distributed.get_world_size(
-            group=self.tp_group
-        )
+        mirror = settings.metrics.mirror
+        if mirror is not None:
+            self.tier_mirror = TierMirror(mirror.labels, store, choice=choice, queues=self.tiers.queues)
+
+    def release_host_resources(self) -> None:
+        if self.tier_mirror is not None:
+            self.tier_mirror.close()
+        super().release_host_resources()
+
+    def count_hits(self, req: Any) -> None:
+        """Where the prefix of a request came from. Once per admission, before ``Tiers.on_admitted``."""
+        if self.tiers is not None:
+            self.tiers.count_hits(req)
+        elif (store := self.tier_store) is not None:
+            device, host, storage = split_cached_prefix_by_tier(
+                prefix_len=req.prefix_len,
+                host_hit_len=req.materialized_host_hit_len(),
+                storage_hit_len=req.storage_hit_length,
+                storage_hit_start=req.storage_hit_start,
+                host_hit_is_storage=req.host_hit_is_storage,
+            )
+            for tier, tokens in (("device", device), ("host", host), ("storage", storage)):
+                store.stats.add("hit_tokens", tokens, tier=tier)
+
+    @property
+    def tier_store(self) -> KVStore | None:
+        """Our store, whichever way it is connected to SGLang."""
+        if self.tiers is not None:
+            return self.tiers.linker.store
+        return None if self.storage is None else self.storage.store
+
+    def tier_status(self) -> dict[str, Any] | None:
+        return self.storage_status() if self.tiers is None else self.tiers.status()
+
+    def drop_from_tiers(self, tag: str) -> int:
+        """Drop a tag from every tier of our store; returns the pages dropped from DRAM."""
+        owner = self.storage or self.tier_store
+        return 0 if owner is None else owner.drop_tag(tag)["dram"]
 
     @property
     def gate(self) -> Gate | None:
@@ -89,7 +123,7 @@ class TieredTree(UnifiedRadixCache):
 
     def has_pending_cache_operations(self) -> bool:
         """Asked by the scheduler where it takes the tree for LMCache's, which it does of one with a gate."""
-        return self.tiers is not None and self.tiers.linker.waiting_offloads > 0
+        return self.tiers is not None and bool(self.tiers.pending_offloads)  # the same on every rank
 
     def clear_storage_backend(self) -> bool:
         if self.tiers is None:

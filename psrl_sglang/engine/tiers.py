@@ -10,10 +10,14 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from psrl_sglang.engine.gate import Gate
 from psrl_sglang.engine.linker import Place, PsrlLinker
+from psrl_sglang.engine.tier_metrics import count_hits
+from psrl_sglang.keys import KEY_BYTES
 from psrl_sglang.namespace import split_salt
+from psrl_sglang.store.chunk import Wanted
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -36,15 +40,40 @@ class Tiers(UnifiedCacheLinkerWrapper):
         self.tree = tree
         self.linker = linker
         self.gate = gate
+        linker.agree = self._on_all_ranks
         self._decode_tokens = decode_tokens
         self._most_tokens = _ALL
 
     def match(self, key: RadixKey, req: Req, result: MatchResult) -> MatchResult:
+        self.hit_markers.pop(
+            req.rid, None
+        )  # SGLang keeps what an earlier look-up found if this one finds nothing
         tag, _ = split_salt(key.cache_salt)
         if tag is None:
             return result
         self.linker.place = Place(tag, result.device_prefix_len // self.tree.page_size, None, 0)
         return super().match(key, req, result)
+
+    def probe(self, key: RadixKey, resident_tokens: int) -> int:
+        """Tokens of ``key`` that the device, and behind what is resident there DRAM and disk, could serve; the same
+        on every rank. Loads, protects and counts nothing."""
+        tag, _ = split_salt(key.cache_salt)
+        page, store = self.tree.page_size, self.linker.store
+        key, _ = key.maybe_to_bigram_view(self.tree.tree_core.is_eagle)
+        key = key.page_aligned(page)
+        begin = resident_tokens // page
+        served = begin
+        if tag is not None and len(key) > resident_tokens:
+            keys = self.linker.keys("kv", list(get_storage_hash_str(key, page_size=page)), tag)
+            served += sum(piece.pages for piece in store.dram.match(keys[begin * KEY_BYTES :]))
+            if store.disk is not None:
+                rest = Wanted("kv", tag, keys[served * KEY_BYTES :], served)
+                served += sum(found.pages for found in store.disk.find(rest))
+            if not self.linker.choice.should_load((served - begin) * page):
+                served = begin
+        agreed = torch.tensor([served], dtype=torch.int64)
+        self.tree._all_reduce_attn_groups(agreed, torch.distributed.ReduceOp.MIN)
+        return int(agreed.item()) * page
 
     def _offload_node(self, node_id: Any, transfers: list[PoolTransfer]) -> None:
         node: Any = self.tree.tree_core.node_by_id(node_id)
@@ -72,6 +101,17 @@ class Tiers(UnifiedCacheLinkerWrapper):
         finally:
             self._most_tokens = _ALL
 
+    def count_hits(self, req: Req) -> None:
+        """Once per admission, before ``on_admitted``."""
+        self.linker.choice.recomputed += req.rid in self.linker.declined
+        count_hits(
+            self.linker.store.stats,
+            prefix_tokens=req.prefix_len,
+            loaded_tokens=req.materialized_host_hit_len(),
+            read=self.gate.read_for(req.rid) if self.gate is not None else (),
+            page_tokens=self.tree.page_size,
+        )
+
     def on_admitted(self, req: Req) -> None:
         """What the device has of a request's prefix counts as used in DRAM too. What DRAM has lost of it
         meanwhile will be offloaded again, because the tree offers a node only once."""
@@ -95,11 +135,16 @@ class Tiers(UnifiedCacheLinkerWrapper):
 
     def checkpoint_decodes(self, reqs: list[Req]) -> None:
         """Publish, and so offload, what running requests have decoded, every so many tokens of each."""
-        if not self._decode_tokens or self.linker.waiting_offloads > len(reqs):
+        # Not the linker's own count, which differs between the ranks.
+        if not self._decode_tokens or len(self.pending_offloads) > len(reqs):
             return
         for req in reqs:
             if not req.finished() and req.owned_kv_len() - req.kv.cache_protected_len >= self._decode_tokens:
                 self.tree.publish_tail(req)
+
+    def release_request(self, rid: str) -> None:
+        super().release_request(rid)
+        self.linker.forget(rid)
 
     def settle(self) -> None:
         """Let the offloads under way end and unlock their nodes, so that the memory can be taken."""
@@ -110,12 +155,22 @@ class Tiers(UnifiedCacheLinkerWrapper):
         """Empty the store; what was on its way to it is dropped too."""
         if self.gate is not None:
             self.gate.clear()
+        self.linker.give_up_offloads()
         self.linker.settle_offloads(_SETTLE_S)
         self.linker.store.clear()
 
+    def _on_all_ranks(self, holds: bool) -> bool:
+        agreed = torch.tensor([int(holds)], dtype=torch.int)
+        self.tree._all_reduce_attn_groups(agreed, torch.distributed.ReduceOp.MIN)
+        return bool(agreed.item())
+
+    def queues(self) -> dict[str, int]:
+        """How many offloads and requests wait. On any thread."""
+        return {"offload": self.linker.waiting_offloads, "gate": len(self.gate or ())}
+
     def status(self) -> dict[str, Any]:
         status = self.linker.store.status()
-        status["queues"] |= {"offload": self.linker.waiting_offloads, "gate": len(self.gate or ())}
+        status["queues"] |= self.queues()
         status["load_or_recompute"] = self.linker.choice.status()
         status["layout"] = self.linker.store.layout.text
         return status

@@ -75,7 +75,8 @@ class VersionedTree(TieredTree):
 
     def maybe_hand_to_session(self, req: Any) -> None:
         super().maybe_hand_to_session(req)
-        self.versions.on_admitted(req)
+        if self.versions.on_admitted(req):
+            self.count_hits(req)
         if self.tiers is not None:
             self.tiers.on_admitted(req)
 
@@ -121,9 +122,7 @@ class VersionedTree(TieredTree):
         """Evict all of a tag that no request and no pin holds, from every tier. Returns (device, host) tokens
         freed."""
         freed = self.tags.evict(tag)
-        if self.tiers is not None:
-            dropped = self.tiers.linker.store.drop_tag(tag)
-            freed = freed[0], freed[1] + dropped["dram"] * self.page_size
+        freed = freed[0], freed[1] + self.drop_from_tiers(tag) * self.page_size
         if any(freed):
             self.versions.metrics.observe_retired()
         return freed
@@ -185,8 +184,8 @@ class VersionedTree(TieredTree):
         pinned = {pin["tag"]: pin["tokens"] for pin in self.pins.list()}
         if pinned and max(pinned.values()) > locked:
             wrong.append(f"a pin holds {max(pinned.values())} tokens, only {locked} are locked")
-        if self.tiers is not None:
-            wrong += self.tiers.linker.store.check_integrity()
+        if self.tier_store is not None:
+            wrong += self.tier_store.check_integrity()
         return wrong
 
 

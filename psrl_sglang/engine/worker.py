@@ -209,4 +209,5 @@ def _after_init_info(result: dict[str, Any], self: Scheduler) -> dict[str, Any]:
     """The launcher refuses to serve an engine whose scheduler does not say this."""
     tree = updates.tree_of(self)
     tree.open_gate_in(self)
+    tree.open_storage()
     return {**result, INIT_INFO_KEY: {"tree": type(tree).__name__, "tag": str(tree.versions.ledger.current)}}

@@ -46,7 +46,7 @@ def _demo(
     preset: Annotated[str, typer.Option(help=f"Shape of the model: {', '.join(PRESETS)}.")] = "tiny",
     columns: Annotated[
         str, typer.Option(help="Which engines, separated by commas.")
-    ] = "flush,keep,strict,lag1",
+    ] = "flush,keep,strict,lag1,bare,dram,disk",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures to a file.")] = None,
     keep_logs: Annotated[
         Path | None, typer.Option(file_okay=False, help="Keep the servers' logs here.")
@@ -54,7 +54,7 @@ def _demo(
 ) -> None:
     """Agent sessions with weight updates under way: stock SGLang and psrl side by side, in minutes on a CPU.
 
-    Exit status 1 if the strict engine served a stale token, failed an update, or answered unlike a fresh one.
+    Exit status 1 if a strict engine served a stale token, failed an update, or answered unlike a fresh one.
     """
     from rich.console import Console
 
@@ -80,7 +80,7 @@ def _demo(
         console = Console(width=_PLAIN_WIDTH)
     if problems := run_demo(options, console):
         for problem in problems:
-            typer.echo(f"psrl, strict: {problem}", err=True)
+            typer.echo(problem, err=True)
         raise typer.Exit(1)
 
 

@@ -1,8 +1,9 @@
-"""The demo: multi-turn agent sessions, weight updates while they run, four engines side by side.
+"""The demo: multi-turn agent sessions, weight updates while they run, several engines side by side.
 
 Stock SGLang that flushes, stock SGLang that keeps its cache, psrl strict and psrl with a lag of one version run
-the same sessions with the same updates, one engine at a time; then their answers are checked against fresh
-engines. All servers are forked from one process that has SGLang imported, so that each is up in seconds.
+the same sessions with the same updates, one engine at a time. Then psrl strict runs them on a device pool that is
+too small, without tiers, with DRAM, and with little DRAM and a disk. All answers are checked against fresh engines.
+All servers are forked from one process that has SGLang imported, so that each is up in seconds.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ import httpx
 from rich.console import Console
 
 from psrl_sglang.lab.demo_check import TOLERANCE, Comparison, compare, stopping
-from psrl_sglang.lab.demo_run import PAGE_TOKENS, Column, ColumnRun, Workload
+from psrl_sglang.lab.demo_run import PAGE_TOKENS, Column, ColumnRun, Scene, Workload
 from psrl_sglang.lab.demo_table import Progress, figures, result_table
 from psrl_sglang.lab.demo_trainer import Trainer
 from psrl_sglang.lab.models import make_model
@@ -33,30 +34,42 @@ from psrl_sglang.lab.sessions import (
     replay_trace,
 )
 from psrl_sglang.lab.zygote import Zygote
+from psrl_sglang.sizing import ModelShape, bytes_per_token
 
-
-def _lag(versions: int) -> dict[str, Any]:
-    return {"psrl": {"sglang": {"max_version_lag": versions}}}
-
-
+# A pool of less than what all sessions compute under one version, so that the cache has to choose what to drop.
+VERSIONS = Scene(
+    "The same sessions, same weight updates, one engine after the other",
+    concurrency=4,
+    turns_per_sync=12,
+    pool_tokens=8192,
+    pause_scale=1 / 100,
+)
+# A pool of less than what the sessions under way need between two turns.
+TIERS = Scene(
+    "All sessions at once, on a device pool that is too small for them",
+    concurrency=12,
+    turns_per_sync=36,
+    pool_tokens=3072,
+    pause_scale=1 / 20,
+    is_of_tiers=True,
+)
 COLUMNS = {
     column.key: column
     for column in (
-        Column("flush", "stock, flush", None, flush=True, reuses_old_kv=False),
-        Column("keep", "stock, keep", None, flush=False, reuses_old_kv=True),
-        Column("strict", "psrl, strict", _lag(0), flush=False, reuses_old_kv=False),
-        Column("lag1", "psrl, lag 1", _lag(1), flush=False, reuses_old_kv=True),
+        Column("flush", "stock, flush", VERSIONS, flush=True),
+        Column("keep", "stock, keep", VERSIONS),
+        Column("strict", "psrl, strict", VERSIONS, max_version_lag=0),
+        Column("lag1", "psrl, lag 1", VERSIONS, max_version_lag=1),
+        Column("bare", "strict, no tiers", TIERS, max_version_lag=0),
+        Column("dram", "strict, DRAM", TIERS, max_version_lag=0, dram_tokens=32768),
+        Column("disk", "strict, disk", TIERS, max_version_lag=0, dram_tokens=4096, has_disk=True),
     )
 }
-_STRICT = "strict"
 # Weights of version N are those of seed 1 for odd N and of seed 2 for even N.
 _MODEL_SEEDS = (1, 2)
 LIMITS = Limits(turns=10, sequence_tokens=1536)
-_CONCURRENCY = 4
-_TURNS_PER_SYNC = 12
-# Less than what all sessions compute under one version, so that the cache has to choose what to drop.
 _ENGINE_ARGS = (
-    *("--max-total-tokens", "8192", "--page-size", str(PAGE_TOKENS), "--context-length", "8192"),
+    *("--page-size", str(PAGE_TOKENS), "--context-length", "8192"),
     *("--chunked-prefill-size", "512", "--weight-version", "1"),
 )
 _COLUMN_TIMEOUT_S = 600.0
@@ -79,9 +92,9 @@ class DemoOptions:
 
 
 def run_demo(options: DemoOptions, console: Console) -> list[str]:
-    """Run everything and print it; returns what is wrong with the strict column, nothing when all is right."""
+    """Run everything and print it; returns what is wrong with the strict columns, nothing when all is right."""
     began_s = time.monotonic()
-    workload = Workload(_sessions(options), _CONCURRENCY, _TURNS_PER_SYNC)
+    workload = Workload(_sessions(options))
     columns = [COLUMNS[key] for key in options.columns]
     console.print(_introduction(options, workload), highlight=False)
     with ExitStack() as stack:
@@ -93,10 +106,12 @@ def run_demo(options: DemoOptions, console: Console) -> list[str]:
         models = [
             make_model(directory / f"model-{seed}", seed=seed, preset=options.preset) for seed in _MODEL_SEEDS
         ]
-        stage = _Stage(models, stack.enter_context(Zygote(log_path=logs / "zygote.log")), logs, progress)
+        zygote = stack.enter_context(Zygote(log_path=logs / "zygote.log"))
+        stage = _Stage(models, zygote, logs, directory / "disk", progress)
         runs = [stage.column(column, workload) for column in columns]
         comparisons = stage.check(runs)
-    console.print(result_table(runs, comparisons))
+    for scene in dict.fromkeys(column.scene for column in columns):
+        console.print(result_table([run for run in runs if run.outcome.column.scene == scene], comparisons))
     problems = verdict(runs, comparisons)
     if options.json_path is not None:
         _write_json(options, workload, runs, comparisons, problems, time.monotonic() - began_s)
@@ -104,22 +119,24 @@ def run_demo(options: DemoOptions, console: Console) -> list[str]:
 
 
 def verdict(runs: Sequence[ColumnRun], comparisons: dict[str, Comparison]) -> list[str]:
-    """What the strict column promises and did not hold."""
+    """What the strict columns promise and did not hold."""
     problems: list[str] = []
     for run in runs:
-        if run.outcome.column.key != _STRICT:
+        column = run.outcome.column
+        if not column.is_strict:
             continue
-        checked = comparisons[_STRICT]
+        checked = comparisons[column.key]
         stale = max(run.outcome.stale_tokens, run.outcome.client_stale_tokens)
         failed = run.trainer.failed_flushes + run.trainer.failed_updates
-        if stale:
-            problems.append(f"{stale} stale tokens served, expected 0")
-        if failed:
-            problems.append(f"{failed} failed updates, expected 0")
-        if checked.beyond_tolerance:
-            problems.append(f"worst logprob difference {checked.worst:.2e}, expected at most {TOLERANCE:g}")
-        if not checked.compared:
-            problems.append("no answer could be compared with a fresh engine")
+        broken = {
+            f"{stale} stale tokens served, expected 0": stale,
+            f"{failed} failed updates, expected 0": failed,
+            f"worst logprob difference {checked.worst:.2e}, expected at most {TOLERANCE:g}": (
+                checked.beyond_tolerance
+            ),
+            "no answer could be compared with a fresh engine": not checked.compared,
+        }
+        problems += [f"{column.title}: {problem}" for problem, is_broken in broken.items() if is_broken]
     return problems
 
 
@@ -130,12 +147,16 @@ class _Stage:
     models: Sequence[Path]
     zygote: Zygote
     logs: Path
+    disk: Path
     progress: Progress
 
     def column(self, column: Column, workload: Workload) -> ColumnRun:
         self.progress.say(f"{column.title}: starting the server")
         log = f"{column.key}.log"
-        server = self._server(self.models[0], log, "--enable-metrics", config=column.psrl_config)
+        token_bytes = bytes_per_token(ModelShape.from_config_json(self.models[0]), 1)
+        config = column.psrl_config(bytes_per_token=token_bytes, disk_path=self.disk)
+        args = ("--max-total-tokens", str(column.scene.pool_tokens), "--enable-metrics")
+        server = self._server(self.models[0], log, *args, config=config)
         with stopping(server):
             return asyncio.run(self._play(column, workload, server))
 
@@ -161,8 +182,8 @@ class _Stage:
             return run
 
     def _reference(self, number: int) -> Server:
-        log = f"reference-{number + 1}.log"
-        return self._server(self.models[number], log, "--disable-radix-cache", config=None)
+        args = ("--max-total-tokens", str(VERSIONS.pool_tokens), "--disable-radix-cache")
+        return self._server(self.models[number], f"reference-{number + 1}.log", *args, config=None)
 
     def _server(self, model: Path, log: str, *args: str, config: Any) -> Server:
         return Server(
@@ -187,8 +208,7 @@ def _introduction(options: DemoOptions, workload: Workload) -> str:
     source = f"replayed from {options.trace.name}" if options.trace else f"generated with seed {options.seed}"
     return (
         f"{len(workload.sessions)} agent sessions, {workload.turns} turns, {source}, token counts times "
-        f"{options.scale:.4g}; {workload.concurrency} at a time; "
-        f"a weight update every {workload.turns_per_sync} turns"
+        f"{options.scale:.4g}"
     )
 
 
@@ -208,8 +228,6 @@ def _write_json(
         "trace": options.trace.name if options.trace else None,
         "scale": options.scale,
         "preset": options.preset,
-        "concurrency": workload.concurrency,
-        "turns_per_sync": workload.turns_per_sync,
         "columns": {run.outcome.column.key: figures(run, comparisons[run.outcome.column.key]) for run in runs},
         "problems": list(problems),
         "wall_s": wall_s,

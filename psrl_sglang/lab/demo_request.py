@@ -47,6 +47,10 @@ class Leg:
     def cached_tokens(self) -> int:
         return self.meta["cached_tokens"]
 
+    def cached_from(self, source: str) -> int:
+        """Of the cached tokens those from `source`: device, host (DRAM) or storage (behind DRAM)."""
+        return (self.meta.get("cached_tokens_details") or {}).get(source, 0)
+
     @property
     def first_version(self) -> int:
         """The version that sampled the first token."""

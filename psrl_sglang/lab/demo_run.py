@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,45 +16,89 @@ from psrl_sglang.lab.demo_trainer import MODES, Trainer
 from psrl_sglang.lab.sessions import Session
 
 PAGE_TOKENS = 16
+CHUNK_TOKENS = 64  # of DRAM and disk; sessions are short here
+DISK_GIB = 1.0
 _STILL_TO_COME_TOKENS = 4
 _REQUEST_TIMEOUT_S = 120.0
 _MOMENT_PATIENCE_S = 5.0
 _MAX_LEGS = 20
 # Traces hold seconds to minutes of tools and people; the demo keeps their order of size, not their length.
-_THINK_SCALE = 1 / 100
-_THINK_LIMIT_S = 0.25
+_LONGEST_PAUSE_S = 25.0
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What columns that are compared with each other have in common: so many sessions at a time, an update every
+    so many turns, the device pool, and how much of the pauses between turns is kept. `is_of_tiers` is whether the
+    comparison is about tiers."""
+
+    title: str
+    concurrency: int
+    turns_per_sync: int
+    pool_tokens: int
+    pause_scale: float
+    is_of_tiers: bool = False
 
 
 @dataclass(frozen=True)
 class Column:
-    """One way to run the engine; `psrl_config` None is stock SGLang.
+    """One way to run the engine; `max_version_lag` None is stock SGLang.
 
-    `flush` is whether its trainer flushes; `reuses_old_kv` whether a request admitted now may be served KV
-    computed with earlier weights.
+    `flush` is whether its trainer flushes. `dram_tokens` is for how many tokens there is DRAM behind the device,
+    `has_disk` whether there is a disk behind that.
     """
 
     key: str
     title: str
-    psrl_config: Mapping[str, Any] | None
-    flush: bool
-    reuses_old_kv: bool
+    scene: Scene
+    max_version_lag: int | None = None
+    flush: bool = False
+    dram_tokens: int = 0
+    has_disk: bool = False
+
+    @property
+    def is_psrl(self) -> bool:
+        return self.max_version_lag is not None
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether the plugin promises that nothing stale is served."""
+        return self.max_version_lag == 0
+
+    @property
+    def reuses_old_kv(self) -> bool:
+        """Whether a request admitted now may be served KV computed with earlier weights."""
+        return not self.flush and not self.is_strict
+
+    def psrl_config(self, *, bytes_per_token: int, disk_path: Path) -> Mapping[str, Any] | None:
+        """The settings of its engine; None for stock SGLang."""
+        if not self.is_psrl:
+            return None
+        psrl: dict[str, Any] = {"sglang": {"max_version_lag": self.max_version_lag}}
+        if self.dram_tokens:
+            psrl["lmcache"] = {
+                "enable": True,
+                "offload_size_gb": self.dram_tokens * bytes_per_token / 2**30,
+                "chunk_size": CHUNK_TOKENS,
+            }
+        if self.has_disk:
+            psrl["lmcache"] |= {"backend": "disk", "disk_path": str(disk_path), "max_disk_size_gb": DISK_GIB}
+        return {"psrl": psrl}
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What every column runs: sessions, so many at a time, and an update every so many turns."""
+    """What every column runs."""
 
     sessions: tuple[Session, ...]
-    concurrency: int
-    turns_per_sync: int
 
     @property
     def turns(self) -> int:
         return sum(len(session.turns) for session in self.sessions)
 
-    def sync_points(self) -> list[int]:
+    def sync_points(self, scene: Scene) -> list[int]:
         """Numbers of started turns at which an update is due; none so late that little could follow it."""
-        step = self.turns_per_sync
+        step = scene.turns_per_sync
         return list(range(step, self.turns - step // 2, step))
 
 
@@ -66,13 +111,21 @@ class Outcome:
     sessions_done: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    dram_tokens: int = 0
+    disk_tokens: int = 0
     repeated_tokens: int = 0
     client_stale_tokens: int = 0
     engine_prefill_tokens: int = 0
     ttft_s: list[float] = field(default_factory=list)
     legs: list[Leg] = field(default_factory=list)
     counters: Mapping[str, Any] | None = None
+    tiers: Mapping[str, Any] | None = None
     wall_s: float = 0.0
+
+    @property
+    def device_tokens(self) -> int:
+        """Prompt tokens that were on the device."""
+        return self.cached_tokens - self.dram_tokens - self.disk_tokens
 
     @property
     def computed_tokens(self) -> int:
@@ -93,6 +146,11 @@ class Outcome:
     def stale_tokens(self) -> int:
         """By the engine's counter with psrl, by the client's ledger without."""
         return self.client_stale_tokens if self.counters is None else sum(self.stale_by_lag.values())
+
+    def tier_total(self, name: str, **labels: str) -> float:
+        """One of the engine's counters of its tiers; 0 without tiers."""
+        counters = (self.tiers or {}).get("counters", ())
+        return sum(c["total"] for c in counters if c["name"] == name and labels.items() <= c["labels"].items())
 
 
 class ColumnRun:
@@ -124,7 +182,9 @@ class ColumnRun:
         waiting = iter(self._workload.sessions)
         async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as group:
             syncs = group.create_task(self._train())
-            players = [group.create_task(self._play(waiting)) for _ in range(self._workload.concurrency)]
+            players = [
+                group.create_task(self._play(waiting)) for _ in range(self.outcome.column.scene.concurrency)
+            ]
             await asyncio.wait(players)
             self._ended = True
             self._note()
@@ -134,12 +194,13 @@ class ColumnRun:
         return self.outcome
 
     async def _play(self, waiting: Iterator[Session]) -> None:
+        scene = self.outcome.column.scene
         for session in waiting:
             sequence: list[int] = []
             version = self._expected_version()
             for number, turn in enumerate(session.turns):
                 if number:
-                    await asyncio.sleep(min(turn.think_s * _THINK_SCALE, _THINK_LIMIT_S))
+                    await asyncio.sleep(min(turn.think_s, _LONGEST_PAUSE_S) * scene.pause_scale)
                 prompt = session.prompt(number, sequence)
                 legs = await self._turn(prompt, turn.output_tokens, version)
                 sequence = prompt + list(concatenated(legs))
@@ -188,6 +249,8 @@ class ColumnRun:
         self.outcome.repeated_tokens += reuse.repeated_tokens
         self.outcome.prompt_tokens += len(leg.prompt)
         self.outcome.cached_tokens += leg.cached_tokens
+        self.outcome.dram_tokens += leg.cached_from("host")
+        self.outcome.disk_tokens += leg.cached_from("storage")
         self._ledger.record(leg.prompt, [leg.version] * len(leg.prompt), leg.cached_tokens)
 
     def _settle(self, leg: Leg) -> None:
@@ -200,7 +263,7 @@ class ColumnRun:
         self.outcome.legs.append(leg)
 
     async def _train(self) -> None:
-        for number, started_turns in enumerate(self._workload.sync_points()):
+        for number, started_turns in enumerate(self._workload.sync_points(self.outcome.column.scene)):
             if not await self._moment(started_turns):
                 return
             await self.trainer.sync(MODES[number % len(MODES)], on_installed=self._installed)
@@ -253,9 +316,9 @@ class ColumnRun:
         self.outcome.engine_prefill_tokens = _metric(
             metrics, "sglang:realtime_tokens_total{", 'mode="prefill_compute"'
         )
-        if self.outcome.column.psrl_config is not None:
+        if self.outcome.column.is_psrl:
             status = (await self._client.get("/psrl/v1/status")).raise_for_status().json()
-            self.outcome.counters = status["counters"]
+            self.outcome.counters, self.outcome.tiers = status["counters"], status["tiers"]
 
 
 def _metric(text: str, name: str, label: str) -> int:

@@ -1,6 +1,7 @@
 """What the demo shows: a live table (plain lines when the output is no terminal), then the result."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -74,7 +75,7 @@ class Progress:
                 f"{outcome.sessions_done}/{len(self._workload.sessions)}",
                 f"{outcome.turns_done}/{self._workload.turns}",
                 f"{trainer.version}",
-                f"{trainer.syncs.total()}/{len(self._workload.sync_points())}",
+                f"{trainer.syncs.total()}/{len(self._workload.sync_points(column.scene))}",
                 f"{trainer.failed_flushes + trainer.failed_updates}",
                 f"{outcome.hit_rate:.1%}",
             )
@@ -82,14 +83,13 @@ class Progress:
 
 
 def result_table(runs: Sequence[ColumnRun], comparisons: Mapping[str, Comparison]) -> Table:
-    """The columns side by side."""
-    table = Table(
-        title="The same sessions, same weight updates, one engine after the other", title_justify="left"
-    )
+    """The columns of one scene side by side."""
+    scene = runs[0].outcome.column.scene
+    table = Table(title=scene.title, title_justify="left")
     table.add_column("", no_wrap=True)
     for run in runs:
         table.add_column(run.outcome.column.title, justify="right")
-    for heading, cell in _ROWS.items():
+    for heading, cell in (_tier_rows(runs) if scene.is_of_tiers else _VERSION_ROWS).items():
         table.add_row(heading, *[cell(run, comparisons[run.outcome.column.key]) for run in runs])
     return table
 
@@ -100,6 +100,7 @@ def figures(run: ColumnRun, comparison: Comparison) -> dict[str, Any]:
     ordered = sorted(outcome.ttft_s)
     return {
         "title": outcome.column.title,
+        "scene": asdict(outcome.column.scene),
         "turns": outcome.turns_done,
         "sessions": outcome.sessions_done,
         "requests": len(outcome.legs),
@@ -108,6 +109,11 @@ def figures(run: ColumnRun, comparison: Comparison) -> dict[str, Any]:
         "syncs_by_mode": dict(trainer.syncs),
         "update_mean_s": sum(trainer.update_s) / max(len(trainer.update_s), 1),
         "prompt_tokens": outcome.prompt_tokens,
+        "device_tokens": outcome.device_tokens,
+        "dram_tokens": outcome.dram_tokens,
+        "disk_tokens": outcome.disk_tokens,
+        "dram_loaded_bytes": outcome.tier_total("bytes", tier="dram", direction="load"),
+        "disk_read_bytes": outcome.tier_total("bytes", tier="disk", direction="load"),
         "computed_tokens": outcome.computed_tokens,
         "repeated_tokens": outcome.repeated_tokens,
         "engine_prefill_tokens": outcome.engine_prefill_tokens,
@@ -123,6 +129,7 @@ def figures(run: ColumnRun, comparison: Comparison) -> dict[str, Any]:
         "requests_beyond_tolerance": comparison.beyond_tolerance,
         "worst_logprob_difference": comparison.worst,
         "engine_counters": outcome.counters,
+        "engine_tiers": outcome.tiers,
         "wall_s": outcome.wall_s,
     }
 
@@ -155,15 +162,47 @@ def _beyond(_: ColumnRun, comparison: Comparison) -> str:
     return f"{comparison.beyond_tolerance} of {comparison.compared}"
 
 
-_ROWS = {
+def _loaded(tier: str) -> Any:
+    return lambda run, _: f"{run.outcome.tier_total('bytes', tier=tier, direction='load') / 1e6:,.0f} MB"
+
+
+_COMPUTED = {
     "prompt tokens computed": lambda run, _: f"{run.outcome.computed_tokens:,}",
     "  share of all prompt tokens": _share,
     "  of these computed before": lambda run, _: f"{run.outcome.repeated_tokens:,}",
-    "tokens prefilled by the engine": lambda run, _: f"{run.outcome.engine_prefill_tokens:,}",
-    "time to first token, p50": _ttft(0.5),
-    "time to first token, p99": _ttft(0.99),
+}
+_TTFT = {"time to first token, p50": _ttft(0.5), "time to first token, p99": _ttft(0.99)}
+_RIGHT = {
     "stale tokens served": _stale,
     "failed updates (flush + HTTP 400)": _failed,
     "worst logprob difference": _worst,
     f"answers off by more than {TOLERANCE:g}": _beyond,
 }
+_VERSION_ROWS = {
+    **_COMPUTED,
+    "tokens prefilled by the engine": lambda run, _: f"{run.outcome.engine_prefill_tokens:,}",
+    **_TTFT,
+    **_RIGHT,
+}
+
+
+def _tier_rows(runs: Sequence[ColumnRun]) -> dict[str, Any]:
+    without = next((run for run in runs if not run.outcome.column.dram_tokens), None)
+
+    def ratios(run: ColumnRun, _: Comparison) -> str:
+        if without is None:
+            return "-"
+        mine, theirs = (sorted(one.outcome.ttft_s) for one in (run, without))
+        return " / ".join(f"{quantile(mine, share) / quantile(theirs, share):.2f}" for share in (0.5, 0.99))
+
+    return {
+        "prompt tokens from the device": lambda run, _: f"{run.outcome.device_tokens:,}",
+        "prompt tokens from DRAM": lambda run, _: f"{run.outcome.dram_tokens:,}",
+        "prompt tokens from disk": lambda run, _: f"{run.outcome.disk_tokens:,}",
+        **_COMPUTED,
+        "loaded from DRAM": _loaded("dram"),
+        "read from disk": _loaded("disk"),
+        **_TTFT,
+        "  of that without tiers, p50 / p99": ratios,
+        **_RIGHT,
+    }

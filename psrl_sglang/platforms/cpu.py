@@ -19,6 +19,9 @@ class PsrlCpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        return "eager"  # the default would need a C++ compiler, and seconds of it at the first request
+
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Refuse to serve unmended; this is the first call that SGLang makes after it applied the hooks."""
         hooks.require_applied()

@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple, Protocol
 
 from psrl_sglang.keys import KEY_BYTES, count, key_at
 from psrl_sglang.store.chunk import Found, Wanted
@@ -17,6 +17,14 @@ from psrl_sglang.store.dram import DramTier, Lease, Reservation
 logger = logging.getLogger(__name__)
 
 _HELD_S = 60.0  # how long fetched pages wait for their request once room is needed
+
+
+class ReadSpan(NamedTuple):
+    """Pages of a sequence that were read from one tier, and where in it they begin."""
+
+    tier: str
+    start: int
+    pages: int
 
 
 class LowerTier(Protocol):
@@ -49,6 +57,7 @@ class Fetch:
     read_pages: int = 0  # of ``pool``, the first one asked for, and where in the sequence they begin
     first_page: int = 0
     pages: dict[str, int] = field(default_factory=lambda: {"disk": 0, "remote": 0})
+    spans: list[ReadSpan] = field(default_factory=list)  # of ``pool``
     began_s: float = field(default_factory=time.monotonic)
     _open: int = 1
     _released: bool = False
@@ -76,11 +85,13 @@ class Fetch:
 
     def count(self, tier_name: str, read: Wanted) -> None:
         pages = count(read.keys)
-        self.pages[tier_name] += pages
-        if read.pool == self.pool:
-            if not self.read_pages:
-                self.first_page = read.start
-            self.read_pages += pages
+        with self._lock:
+            self.pages[tier_name] += pages
+            if read.pool == self.pool:
+                if not self.read_pages:
+                    self.first_page = read.start
+                self.read_pages += pages
+                self.spans.append(ReadSpan(tier_name, read.start, pages))
 
     def _hold(self, lease: Lease) -> None:
         with self._lock:
@@ -128,59 +139,69 @@ class FetchPool:
                 task(fetch, *args)  # type: ignore[operator]
             except Exception:
                 logger.exception("psrl: reading ahead failed")
-            finally:
-                with self._lock:
-                    self._depth -= 1
-                fetch._leave()
+
+        def leave(_: object = None) -> None:
+            with self._lock:
+                self._depth -= 1
+            fetch._leave()
 
         with self._lock:
             self._depth += 1
-        self._threads.submit(run)
+        try:
+            self._threads.submit(run).add_done_callback(leave)
+        except RuntimeError:  # closed
+            leave()
 
     def _plan(self, fetch: Fetch, wanted: list[Wanted]) -> None:
         slots = self._most_slots
         for one in wanted:
-            here = self._dram.lease(one.keys, seconds=_HELD_S)
-            fetch._hold(here)
-            parts, awaited, slots = self._find(one, here.pages, slots)
-            if parts:
-                run = _Run(fetch, parts, self._dram)
-                fetch._enter(len(parts))
-                for part in parts:
-                    self._submit(run.read, fetch, part)
-            if awaited:
-                fetch._awaited.append(awaited)
+            parts, slots = self._find(fetch, one, slots)
+            run = _Run(fetch, parts, self._dram)
+            fetch._enter(len(parts))
+            for part in parts:
+                self._submit(run.read, fetch, part)
 
-    def _find(self, wanted: Wanted, here: int, slots: int) -> tuple[list[_Part], bytes, int]:
-        """What to read, the last page that another fetch reads already (or none), and the slots left."""
+    def _find(self, fetch: Fetch, wanted: Wanted, slots: int) -> tuple[list[_Part], int]:
+        """What to read, and the slots left. What is here is held, and what others bring is awaited."""
         parts: list[_Part] = []
-        awaited = b""
-        at = here
-        total = count(wanted.keys)
+        at, total = 0, count(wanted.keys)
         for name, tier in self._tiers:
-            while at < total and slots > 0:
+            while at < total:
                 rest = Wanted(wanted.pool, wanted.tag, wanted.keys[at * KEY_BYTES :], wanted.start + at)
+                here = self._dram.lease(rest.keys, seconds=_HELD_S)
+                if here.pages:
+                    fetch._hold(here)
+                    at += here.pages
+                    continue
                 on_way = self._pages_on_way(rest.keys)
                 if on_way:
-                    awaited = key_at(rest.keys, on_way - 1)
+                    fetch._awaited.append(key_at(rest.keys, on_way - 1))
                     at += on_way
                     continue
-                found = tier.find(rest)
+                if slots <= 0:
+                    return parts, 0
+                absent = self._dram.absent_pages(rest.keys)
+                if not absent:
+                    continue
+                found = tier.find(replace(rest, keys=rest.keys[: absent * KEY_BYTES]))
                 if not found:
                     break
                 for one in found:
                     before = key_at(wanted.keys, at - 1) if at else b""
                     place = Wanted(wanted.pool, wanted.tag, one.keys, wanted.start + at)
                     room = self._dram.reserve(place.pool, place.tag, one.keys, place.start, before)
-                    if room.pages < one.pages:  # no room, or another fetch was faster with some of it
+                    if room.rejected_pages:
                         room.abort()
-                        return parts, awaited, 0
+                        return parts, 0
+                    if room.pages < one.pages:  # another fetch was faster with some of it: look again
+                        room.abort()
+                        break
                     parts.append(_Part(one, place, tier, name, room))
                     at += one.pages
-                    slots -= 1
+                    slots -= len(room.writes)
                     if slots <= 0:
                         break
-        return parts, awaited, slots
+        return parts, slots
 
     def _pages_on_way(self, keys: bytes) -> int:
         page = 0
@@ -226,5 +247,9 @@ class _Run:
                 part.reservation.abort()
                 continue
             part.reservation.commit()
-            self._fetch._hold(self._dram.lease(part.found.keys, seconds=_HELD_S))
-            self._fetch.count(part.tier_name, part.wanted)
+            here = self._dram.lease(part.found.keys, seconds=_HELD_S)
+            self._fetch._hold(here)
+            if here.pages < part.found.pages:  # what it continues was given up
+                self._has_failed = True
+            else:
+                self._fetch.count(part.tier_name, part.wanted)

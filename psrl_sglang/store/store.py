@@ -66,9 +66,11 @@ class KVStore:
         self._save_unfull_chunk = lower.save_unfull_chunk
         queue_chunks = max(1, arena.slots // 4)
         self._writers: list[_Writer] = []
+        self._indexing: threading.Thread | None = None
         if self.disk is not None:
             self._writers.append(_Writer("disk", self.disk.write, self, queue_chunks))
-            threading.Thread(target=self.disk.load_index, name="psrl-disk-index", daemon=True).start()
+            self._indexing = threading.Thread(target=self.disk.load_index, name="psrl-disk-index", daemon=True)
+            self._indexing.start()
         if self.remote is not None and lower.writes_remote:
             self._writers.append(_Writer("remote", self.remote.write, self, queue_chunks))
         self._fetches = (
@@ -100,7 +102,7 @@ class KVStore:
     def clear(self) -> None:
         """Empty every tier, the remote store's part of this layout included; what is in use in DRAM stays."""
         for writer in self._writers:
-            writer.drain(write=False)
+            writer.discard()
         self.dram.clear()
         if self.disk is not None:
             self.disk.clear()
@@ -128,10 +130,14 @@ class KVStore:
             tiers["disk"] = self.disk.status()
         if self.remote is not None:
             tiers["remote"] = self.remote.status()
-        queues = {f"write_{writer.name}": writer.depth for writer in self._writers}
+        return {"tiers": tiers, "queues": self.queues(), "counters": self.stats.snapshot()}
+
+    def queues(self) -> dict[str, int]:
+        """How many chunks wait to be written or read, by queue."""
+        depths = {f"write_{writer.name}": writer.depth for writer in self._writers}
         if self._fetches is not None:
-            queues["fetch"] = self._fetches.depth
-        return {"tiers": tiers, "queues": queues, "counters": self.stats.snapshot()}
+            depths["fetch"] = self._fetches.depth
+        return depths
 
     def check_integrity(self) -> list[str]:
         wrong = self.dram.check_integrity()
@@ -145,6 +151,8 @@ class KVStore:
             self._fetches.close()
         if self.disk is not None:
             self.disk.close()
+        if self._indexing is not None:
+            self._indexing.join()
         if self.remote is not None:
             self.remote.close()
         self.dram.arena.close()
@@ -152,7 +160,7 @@ class KVStore:
 
 class _Writer:
     """Takes chunks down to one tier, one at a time. A chunk stays in DRAM while it waits; when too many do, it
-    is not taken, and the next time it grows or is read up it is offered again."""
+    is not taken, and it is offered again with the next chunk that continues it."""
 
     def __init__(
         self, name: str, write: Callable[[ChunkImage], bool], store: KVStore, most_waiting: int
@@ -174,24 +182,25 @@ class _Writer:
         return len(self._waiting)
 
     def offer(self, chunk: Chunk) -> None:
+        """Take a chunk, and before it what it continues and the tier has not got: else nobody would find it."""
         with self._changed:
-            if chunk in self._leases:
-                return
-            if self._closing or len(self._waiting) >= self._most_waiting:
-                self._store.stats.add("rejected", chunk.pages, tier=self.name, reason="queue")
-                return
-            lease = self._store.dram.lease_chunk(chunk)
-            if lease is not None:
-                self._leases[chunk] = lease
-                self._waiting.append(chunk)
-                self._changed.notify_all()
+            for one in self._store.dram.line(chunk):
+                if one in self._leases or one.stored.get(self.name, 0) >= one.pages:
+                    continue
+                if self._closing or len(self._waiting) >= self._most_waiting:
+                    self._store.stats.add("rejected", chunk.pages, tier=self.name, reason="queue")
+                    return
+                lease = self._store.dram.lease_chunk(one)
+                if lease is not None:
+                    self._leases[one] = lease
+                    self._waiting.append(one)
+                    self._changed.notify_all()
 
-    def drain(self, *, write: bool) -> None:
-        """Empty the queue, and wait for the write under way."""
+    def discard(self) -> None:
+        """Forget what waits, and wait for the write under way."""
         with self._changed:
-            if not write:
-                while self._waiting:
-                    self._leases.pop(self._waiting.popleft()).release()
+            while self._waiting:
+                self._leases.pop(self._waiting.popleft()).release()
         self.settle(_CLOSE_S)
 
     def settle(self, timeout_s: float) -> bool:
@@ -199,10 +208,11 @@ class _Writer:
             return self._changed.wait_for(lambda: not self._waiting and not self._is_writing, timeout_s)
 
     def close(self) -> None:
-        self.drain(write=True)
+        self.settle(_CLOSE_S)
         with self._changed:
             self._closing = True
             self._changed.notify_all()
+        self.discard()
         self._thread.join(_CLOSE_S)
 
     def _run(self) -> None:
@@ -212,13 +222,18 @@ class _Writer:
                 if not self._waiting:
                     return
                 chunk = self._waiting.popleft()
-                self._leases.pop(chunk).release()
                 lease = self._store.dram.lease_chunk(chunk)  # anew: it may have grown while it waited
+                self._leases.pop(chunk).release()
                 self._is_writing = True
             try:
                 if lease is not None:
                     with lease:
-                        self._write(self._image(lease))
+                        image = self._image(lease)
+                        if self._write(image):
+                            chunk.stored[self.name] = image.pages
+                        else:  # perhaps for want of what it continues, which the tier may have evicted
+                            for one in self._store.dram.line(chunk):
+                                one.stored.pop(self.name, None)
             except Exception:
                 logger.exception("psrl: writing a chunk to the %s tier failed", self.name)
                 self._store.stats.add("errors", tier=self.name, direction="write", reason="unexpected")

@@ -1,11 +1,13 @@
-"""The demo fails exactly when the strict column breaks a promise."""
+"""The demo fails exactly when a strict column breaks a promise, and its columns are what their titles say."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from psrl_sglang.lab.demo import COLUMNS, verdict
+from psrl_sglang.config import load_config
+from psrl_sglang.lab.demo import COLUMNS, TIERS, VERSIONS, verdict
 from psrl_sglang.lab.demo_check import Comparison
 from psrl_sglang.lab.demo_run import Outcome, Workload
 from psrl_sglang.lab.sessions import Session, Turn
@@ -41,11 +43,39 @@ def test_a_right_strict_column_passes_whatever_the_others_do():
     ],
 )
 def test_each_broken_promise_is_named(broken: Any, checked: Comparison, expected: list[str]):
-    assert verdict([broken], {"strict": checked}) == expected
+    assert verdict([broken], {"strict": checked}) == [f"psrl, strict: {problem}" for problem in expected]
+
+
+def test_the_columns_with_tiers_are_strict_too():
+    runs = [run(), run("dram", client_stale=16), run("disk")]
+    comparisons = {"strict": RIGHT, "dram": RIGHT, "disk": WRONG}
+    assert [problem.partition(":")[0] for problem in verdict(runs, comparisons)] == [
+        "strict, DRAM",
+        "strict, disk",
+    ]
+
+
+def test_settings_of_the_columns_are_valid_and_only_those_with_tiers_have_some():
+    tiers = {}
+    for key, column in COLUMNS.items():
+        settings = column.psrl_config(bytes_per_token=2048, disk_path=Path("/somewhere"))
+        assert (settings is None) == key.startswith(("flush", "keep"))
+        if settings is not None:
+            lmcache = load_config(settings).lmcache
+            tiers[key] = (lmcache.enable, lmcache.backend)
+    assert tiers == {
+        **dict.fromkeys(("strict", "lag1", "bare"), (False, "cpu")),
+        "dram": (True, "cpu"),
+        "disk": (True, "disk"),
+    }
+
+
+def test_only_what_accepts_old_weights_reuses_their_kv():
+    assert {key for key, column in COLUMNS.items() if column.reuses_old_kv} == {"keep", "lag1"}
 
 
 def test_sync_points_depend_on_turns_only_and_leave_room_after_the_last():
     session = Session("s", 1, tuple(Turn(0, 1, 1, 0.0) for _ in range(10)))
-    workload = Workload((session,) * 3, concurrency=4, turns_per_sync=12)
-    assert workload.sync_points() == [12]
-    assert Workload((session,) * 12, 4, 12).sync_points() == [12, 24, 36, 48, 60, 72, 84, 96, 108]
+    assert Workload((session,) * 3).sync_points(VERSIONS) == [12]
+    assert Workload((session,) * 12).sync_points(VERSIONS) == [12, 24, 36, 48, 60, 72, 84, 96, 108]
+    assert Workload((session,) * 12).sync_points(TIERS) == [36, 72]
