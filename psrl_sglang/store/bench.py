@@ -6,8 +6,8 @@ way take turns, and each figure is the median of its turns.
 
 from __future__ import annotations
 
+import mmap
 import os
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,9 +21,12 @@ from psrl_sglang.keys import KEY_BYTES, key_at, page_keys
 from psrl_sglang.store.arena import Arena
 from psrl_sglang.store.copies import PageCopier
 from psrl_sglang.store.index import Chunk, PageIndex
+from psrl_sglang.store.limits import disk_room, memory_room, unwritable
+from psrl_sglang.store.remote_client import masked
 
 GB = 1_000_000_000
 MIB = 1 << 20
+GIB = 1 << 30
 ROW_BYTES = 1 << 14  # 16 tokens of 4 heads of 128 at 2 bytes
 LAYERS = 8
 PAGE_BYTES = 2 * LAYERS * ROW_BYTES
@@ -59,24 +62,33 @@ class BenchOptions:
             )
         if self.chunks < 2 * self.threads:
             raise BenchError(
-                f"--size-gb: {self.size_bytes / GB:g} GB are {self.chunks} chunks, too few for {self.threads} "
+                f"--size-gb: {self.size_bytes / GIB:g} GiB are {self.chunks} chunks, too few for {self.threads} "
                 "threads; take more, or a smaller --chunk-mb"
             )
         needed = 2 * self.size_bytes + _SPARE_BYTES
-        if (free := _free_memory_bytes()) < needed:
+        if (memory := memory_room()).free_bytes < needed:
             raise BenchError(
-                f"--size-gb: {self.size_bytes / GB:g} GB take {needed / GB:.1f} GB of memory, of which "
-                f"{free / GB:.1f} GB are free; take less"
+                f"--size-gb: {self.size_bytes / GIB:g} GiB take {needed / GIB:.2f} GiB of memory; {memory}. "
+                "Take less"
             )
         if not self.path.is_dir():
             raise BenchError(f"--path: {self.path} is not a directory")
-        if not os.access(self.path, os.W_OK):
-            raise BenchError(f"--path: {self.path} cannot be written to; name a directory that can")
-        if (free := shutil.disk_usage(self.path).free) < 2 * self.size_bytes + _SPARE_BYTES:
+        if (why := unwritable(self.path)) is not None:
+            raise BenchError(f"--path: {self.path}: {why}. Name a directory for files of the disk tier")
+        if (disk := disk_room(self.path)).free_bytes < needed:
             raise BenchError(
-                f"--path: {self.path} has {free / GB:.1f} GB free, and twice --size-gb are written; "
-                "take less, or another directory"
+                f"--path: twice --size-gb are written, {needed / GIB:.2f} GiB with some to spare; {disk}. "
+                "Take less, or another directory"
             )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "path": str(self.path),
+            "size_bytes": self.size_bytes,
+            "chunk_bytes": self.chunk_bytes,
+            "threads": self.threads,
+            "remote_url": None if self.remote_url is None else masked(self.remote_url),
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,12 +175,12 @@ def arena_figures(arena: Arena) -> Iterator[Figure]:
     """Pages between a paged pool and the arena, all of them and in random order, on one thread. The plain way
     gathers a buffer's rows into scratch memory and copies that, in one piece; the same bytes, twice."""
     pages = arena.size_bytes // PAGE_BYTES
+    size_bytes = pages * PAGE_BYTES
     random = np.random.default_rng(0)
-    words = random.integers(0, 1 << 63, size=pages * PAGE_BYTES // 8, dtype=np.int64)
-    buffers = list(words.view(np.uint8).reshape(2 * LAYERS, pages, ROW_BYTES))
+    buffers = [_random_rows(random, pages) for _ in range(2 * LAYERS)]
     copier = PageCopier(arena.memory, [(buffer, part * ROW_BYTES) for part, buffer in enumerate(buffers)])
-    scratch = np.empty((pages, ROW_BYTES), dtype=np.uint8)
-    pieces = arena.memory[: pages * PAGE_BYTES].reshape(2 * LAYERS, pages, ROW_BYTES)
+    scratch = np.zeros((pages, ROW_BYTES), dtype=np.uint8)
+    pieces = arena.memory[:size_bytes].reshape(2 * LAYERS, pages, ROW_BYTES)
     rows = random.permutation(pages)
     offsets = random.permutation(pages) * PAGE_BYTES
 
@@ -182,14 +194,17 @@ def arena_figures(arena: Arena) -> Iterator[Figure]:
             scratch[:] = piece
             buffer[rows] = scratch
 
-    scratch[:] = 0
-    size_bytes = pages * PAGE_BYTES
-    # Loads first: what the pool gets is what the arena then has for the disk, and no longer random if zero.
-    for name, ours, plain, plain_name in (
-        ("pool to arena", lambda: copier.store(rows, offsets), gather_and_copy, "gather + memcpy"),
-        ("arena to pool", lambda: copier.load(rows, offsets), copy_and_scatter, "memcpy + scatter"),
-    ):
-        yield rate(name, size_bytes, ours, plain, plain_name)
+    store = (lambda: copier.store(rows, offsets), gather_and_copy, "gather + memcpy")
+    load = (lambda: copier.load(rows, offsets), copy_and_scatter, "memcpy + scatter")
+    yield rate("pool to arena, 1 thread", size_bytes, *store)
+    yield rate("arena to pool, 1 thread", size_bytes, *load)
+
+
+def _random_rows(random: np.random.Generator, pages: int) -> np.ndarray:
+    """In pages of 4 KiB, as a pool of SGLang's on a CPU is; numpy would ask for huge ones."""
+    memory = np.frombuffer(mmap.mmap(-1, pages * ROW_BYTES), dtype=np.int64)
+    memory[:] = random.integers(0, 1 << 63, size=memory.size, dtype=np.int64)
+    return memory.view(np.uint8).reshape(pages, ROW_BYTES)
 
 
 def rate(
@@ -199,26 +214,33 @@ def rate(
     plain: Callable[[], object],
     plain_name: str,
     *,
-    turns: int = _TURNS,
+    prepare: Callable[[], object] = lambda: None,
 ) -> Figure:
-    """Both in turns, after one each that does not count."""
-    seconds: tuple[list[float], list[float]] = ([], [])
-    for turn in range(turns + 1):
-        for action, taken in zip((ours, plain), seconds, strict=True):
-            began_s = time.perf_counter()
-            action()
-            if turn:
-                taken.append(time.perf_counter() - began_s)
-    mine, theirs = (size_bytes / statistics.median(taken) / GB for taken in seconds)
+    """How fast two ways to move so many bytes are, in turns, after one of each that does not count. ``prepare``
+    runs before each, and does not count either."""
+
+    def seconds(action: Callable[[], object]) -> float:
+        prepare()
+        began_s = time.perf_counter()
+        action()
+        return time.perf_counter() - began_s
+
+    pairs = in_turns(_TURNS + 1, lambda: seconds(ours), lambda: seconds(plain))[1:]
+    mine, theirs = (size_bytes / statistics.median(column) / GB for column in zip(*pairs, strict=True))
     return Figure(name, mine, "GB/s", target=0.8, baseline=theirs, baseline_name=plain_name)
+
+
+def in_turns(turns: int, ours: Callable[[], float], plain: Callable[[], float]) -> list[tuple[float, float]]:
+    """What both return, ours first in every other turn: the second may find the machine as the first left it."""
+    pairs: list[tuple[float, float]] = []
+    for turn in range(turns):
+        if turn % 2:
+            theirs = plain()
+            pairs.append((ours(), theirs))
+        else:
+            pairs.append((ours(), plain()))
+    return pairs
 
 
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _free_memory_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise BenchError("/proc/meminfo does not say how much memory is free")

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from psrl_sglang.keys import KEY_BYTES, KVLayout, PoolLayout
 from psrl_sglang.store.arena import Arena
-from psrl_sglang.store.bench import GB, PAGE_BYTES, BenchError, BenchOptions, Figure, rate
-from psrl_sglang.store.chunk import BLOCK_BYTES, ChunkImage, Found, Wanted
+from psrl_sglang.store.bench import GB, PAGE_BYTES, BenchError, BenchOptions, Figure, in_turns, rate
+from psrl_sglang.store.chunk import BLOCK_BYTES, ChunkImage, Wanted
 from psrl_sglang.store.disk import DiskTier
 from psrl_sglang.store.remote_client import RemoteError
 from psrl_sglang.store.stats import StoreStats
@@ -28,139 +28,164 @@ _REMOTE_TIMEOUT_S = 30.0
 _FIO_TIMEOUT_S = 600.0
 _TAG = "bench"
 
+_Action = Callable[[DiskTier, ChunkImage], bool]
+
 
 def disk_figures(options: BenchOptions, arena: Arena) -> Iterator[Figure]:
-    """Every chunk written to a file of its own and read back, by ``threads`` threads."""
-    images = [_image(arena, slot) for slot in range(options.chunks)]
+    """Every chunk written to a file of its own by one thread, as the store does, and read back by ``threads``."""
+    layout = _layout()
+    images = [_image(arena, slot, layout) for slot in range(options.chunks)]
     with tempfile.TemporaryDirectory(prefix="psrl-bench-", dir=options.path) as folder:
-        plain: _Fio | _Plain
-        file_bytes = BLOCK_BYTES + options.chunk_bytes
-        direct = _takes_direct(Path(folder))
-        kind = _Fio if shutil.which("fio") else _Plain
-        plain = kind(Path(folder), options.chunks, file_bytes, options.threads, direct)
-        rates: dict[str, list[tuple[float, float]]] = {"write": [], "read": []}
-        tier = DiskTier(
-            Path(folder),
-            _layout(),
-            budget_bytes=1 << 60,
-            policy="LRU",
-            dead_rank=lambda _tag: None,
-            stats=StoreStats(),
-        )
-        tier.load_index()
+        plain = _plain_disk(Path(folder), options)
+        tier = _disk_tier(Path(folder), layout)
         try:
-            for turn in range(_DISK_TURNS):
-                for way, ours in (("write", _write_all), ("read", _read_all)):
-                    rates[way].append(_both(turn, lambda: ours(tier, images, options.threads), lambda: plain.rate(way)))
-                tier.clear()
-                plain.clear()
+            for name, action, way, threads in (
+                ("disk write, 1 thread", _write, "write", 1),
+                (f"disk read, {options.threads} threads", _read, "read", options.threads),
+            ):
+
+                def ours(action: _Action = action, threads: int = threads) -> float:
+                    if action is _write:
+                        tier.clear()
+                    os.sync()
+                    return _rate(tier, action, images, threads)
+
+                def theirs(way: str = way, threads: int = threads) -> float:
+                    if way == "write":
+                        plain.clear()
+                    os.sync()
+                    return plain.rate(way, threads)
+
+                pairs = in_turns(_DISK_TURNS, ours, theirs)
+                mine, other = (statistics.median(column) for column in zip(*pairs, strict=True))
+                yield Figure(name, mine, "GB/s", target=0.8, baseline=other, baseline_name=plain.name)
         finally:
             tier.close()
-    for way, pairs in rates.items():
-        mine, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-        name = f"disk {way}, {options.threads} threads"
-        yield Figure(name, mine, "GB/s", target=0.8, baseline=theirs, baseline_name=plain.name)
 
 
-def _both(turn: int, ours, plain):
-    actions = (ours, plain)
-    found = {}
-    for action in actions if turn % 2 else reversed(actions):
-        os.sync()
-        found[action] = action()
-    print(found.values())
-    return found[ours], found[plain]
+def _disk_tier(folder: Path, layout: KVLayout) -> DiskTier:
+    tier = DiskTier(
+        folder,
+        layout,
+        budget_bytes=1 << 60,
+        policy="LRU",
+        dead_rank=lambda _tag: None,
+        stats=StoreStats(),
+    )
+    tier.load_index()
+    return tier
 
 
-def _write_all(tier: DiskTier, images: list[ChunkImage], threads: int) -> float:
-    return _rate_of(tier.write, images, threads, sum(len(image.payload) for image in images))
+def _write(tier: DiskTier, image: ChunkImage) -> bool:
+    return tier.write(image)
 
 
-def _read_all(tier: DiskTier, images: list[ChunkImage], threads: int) -> float:
-    def read(image: ChunkImage) -> bool:
-        wanted = Wanted(image.pool, image.tag, image.keys, 0)
-        (found,) = tier.find(wanted)
-        return tier.read(found, wanted, _pages(image))
-
-    return _rate_of(read, images, threads, sum(len(image.payload) for image in images))
+def _read(tier: DiskTier, image: ChunkImage) -> bool:
+    wanted = Wanted(image.pool, image.tag, image.keys, 0)
+    (found,) = tier.find(wanted)
+    return tier.read(found, wanted, _pages(image))
 
 
-def _rate_of(action: Callable[[ChunkImage], bool], images: list[ChunkImage], threads: int, size: int) -> float:
+def _rate(tier: DiskTier, action: _Action, images: list[ChunkImage], threads: int) -> float:
     with ThreadPoolExecutor(threads) as pool:
         began_s = time.perf_counter()
-        done = list(pool.map(action, images))
+        done = list(pool.map(lambda image: action(tier, image), images))
         seconds = time.perf_counter() - began_s
     if not all(done):
-        raise BenchError(f"{done.count(False)} of {len(done)} chunks failed; the log says why")
-    return size / seconds / GB
+        raise BenchError(f"--path: {done.count(False)} of {len(done)} chunks failed; the log says why")
+    return sum(len(image.payload) for image in images) / seconds / GB
+
+
+class _PlainDisk(Protocol):
+    name: str
+
+    def rate(self, way: str, threads: int) -> float:
+        """Write or read every file; GB/s."""
+        ...
+
+    def clear(self) -> None: ...
+
+
+def _plain_disk(folder: Path, options: BenchOptions) -> _PlainDisk:
+    kind = _Fio if shutil.which("fio") else _Loop
+    return kind(folder, options.chunks, BLOCK_BYTES + options.chunk_bytes, _takes_direct(folder))
 
 
 class _Fio:
-    def __init__(self, folder: Path, files: int, file_bytes: int, threads: int, direct: bool) -> None:
+    """Makes the files that it reads by itself, when it reads them for the first time."""
+
+    def __init__(self, folder: Path, files: int, file_bytes: int, direct: bool) -> None:
         self.name = "fio" if direct else "fio (no O_DIRECT here)"
         self._folder = folder / "fio"
         self._folder.mkdir()
-        each = files // threads
-        self._command = [
-            *("fio", "--name=bench", f"--directory={self._folder}", f"--numjobs={threads}"),
-            *(f"--nrfiles={each}", f"--filesize={file_bytes}", f"--size={each * file_bytes}"),
-            *(f"--bs={file_bytes}", "--openfiles=1", "--file_service_type=sequential"),
-            *(f"--direct={int(direct)}", "--ioengine=psync", "--fallocate=none", "--thread"),
-            *("--group_reporting", "--output-format=json"),
-        ]
+        self._files = files
+        self._file_bytes = file_bytes
+        self._direct = direct
 
-    def rate(self, way: str) -> float:
+    def rate(self, way: str, threads: int) -> float:
+        files = self._files // threads
+        command = [
+            *(
+                "fio",
+                f"--name={way}",
+                f"--rw={way}",
+                f"--directory={self._folder}",
+                f"--direct={self._direct:d}",
+            ),
+            *(
+                f"--numjobs={threads}",
+                f"--nrfiles={files}",
+                f"--size={files * self._file_bytes}",
+                "--openfiles=1",
+            ),
+            *(f"--filesize={self._file_bytes}", f"--bs={self._file_bytes}", "--file_service_type=sequential"),
+            *("--ioengine=psync", "--fallocate=none", "--thread", "--group_reporting", "--output-format=json"),
+        ]
         try:
-            done = subprocess.run(
-                [*self._command, f"--rw={way}"],
-                capture_output=True,
-                text=True,
-                check=True,
-                timeout=_FIO_TIMEOUT_S,
-            )
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_FIO_TIMEOUT_S)
             report: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
             return report["jobs"][0][way]["bw_bytes"] / GB
         except subprocess.CalledProcessError as error:
-            raise BenchError(f"fio --rw={way} failed: {error.stderr.strip() or error.stdout.strip()}") from error
+            raise BenchError(
+                f"fio --rw={way} failed: {error.stderr.strip() or error.stdout.strip()}"
+            ) from error
         except (subprocess.TimeoutExpired, ValueError, LookupError) as error:
-            raise BenchError(f"fio --rw={way}: {error!r}") from error
+            raise BenchError(f"fio --rw={way} gave no result: {error!r}") from error
 
     def clear(self) -> None:
         _empty(self._folder)
 
 
-class _Plain:
-    """Where fio is not installed: files of the same size, each written and read by one call."""
+class _Loop:
+    """Where fio is not installed: each file written and read by one call."""
 
-    def __init__(self, folder: Path, files: int, file_bytes: int, threads: int, direct: bool) -> None:
-        self.name = "pwrite and pread (no fio here)" if direct else "pwrite and pread (no fio, no O_DIRECT here)"
+    def __init__(self, folder: Path, files: int, file_bytes: int, direct: bool) -> None:
+        self.name = "one call a file (no fio here)" if direct else "one call a file (no fio, no O_DIRECT here)"
         self._folder = folder / "plain"
         self._folder.mkdir()
         self._paths = [self._folder / str(number) for number in range(files)]
         self._file_bytes = file_bytes
-        self._threads = threads
         self._direct = os.O_DIRECT if direct else 0
-        self._buffer = Arena(threads, file_bytes)
 
-    def rate(self, way: str) -> float:
-        action, flags = (
-            (os.pwritev, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if way == "write" else (os.preadv, os.O_RDONLY)
-        )
+    def rate(self, way: str, threads: int) -> float:
+        transfer = os.pwritev if way == "write" else os.preadv
+        flags = self._direct | (os.O_WRONLY | os.O_CREAT | os.O_TRUNC if way == "write" else os.O_RDONLY)
+        buffers = Arena(threads, self._file_bytes)
 
         def work(thread: int) -> None:
-            view = self._buffer.view(thread, 0, self._file_bytes)
-            for path in self._paths[thread :: self._threads]:
-                file = os.open(path, flags | self._direct, 0o644)
+            view = buffers.view(thread, 0, self._file_bytes)
+            for path in self._paths[thread::threads]:
+                file = os.open(path, flags, 0o644)
                 try:
                     done = 0
                     while done < self._file_bytes:
-                        done += action(file, [view[done:]], done)
+                        done += transfer(file, [view[done:]], done)
                 finally:
                     os.close(file)
 
-        with ThreadPoolExecutor(self._threads) as pool:
+        with ThreadPoolExecutor(threads) as pool:
             began_s = time.perf_counter()
-            list(pool.map(work, range(self._threads)))
+            list(pool.map(work, range(threads)))
             return len(self._paths) * self._file_bytes / (time.perf_counter() - began_s) / GB
 
     def clear(self) -> None:
@@ -172,21 +197,22 @@ def remote_figures(options: BenchOptions, arena: Arena) -> Iterator[Figure]:
     from psrl_sglang.store.remote import RemoteTier
     from psrl_sglang.store.remote_client import connect
 
+    layout = _layout()
     chunks = max(1, min(options.chunks, _REMOTE_BYTES // options.chunk_bytes))
-    images = [_image(arena, slot) for slot in range(chunks)]
-    mark = os.urandom(8).hex()
-    names = [f"psrl-bench:{mark}:{number}" for number in range(chunks)]
+    images = [_image(arena, slot, layout) for slot in range(chunks)]
+    names = [f"psrl-bench:{layout.digest.hex()}:{number}" for number in range(chunks)]
     try:
         client = connect(str(options.remote_url), timeout_s=_REMOTE_TIMEOUT_S)
     except ValueError as error:
         raise BenchError(f"--remote-url: {error}") from error
-    layout = _layout(f"bench {mark}")
-    tier = RemoteTier(
-        client, layout=layout, chunk_pages={_TAG: options.chunk_bytes // PAGE_BYTES}, stats=StoreStats()
-    )
+    chunk_pages = {_TAG: options.chunk_bytes // PAGE_BYTES}
+    tier = RemoteTier(client, layout=layout, chunk_pages=chunk_pages, stats=StoreStats())
+
+    def empty() -> None:  # the tier does not write what the store has, and a store is faster at overwriting
+        tier.clear()
+        client.delete(names)
 
     def write() -> None:
-        tier.clear()
         _must(tier, (tier.write(image) for image in images))
 
     def put() -> None:
@@ -207,12 +233,15 @@ def remote_figures(options: BenchOptions, arena: Arena) -> Iterator[Figure]:
     size_bytes = sum(len(image.payload) for image in images)
     try:
         client.ping()
-        yield rate("remote put", size_bytes, write, put, "the bare client")
-        yield rate("remote get", size_bytes, read, read_into, "the bare client")
-        tier.clear()
-        client.delete(names)
+        try:
+            yield rate("remote put, 1 thread", size_bytes, write, put, "the bare client", prepare=empty)
+            write()
+            put()
+            yield rate("remote get, 1 thread", size_bytes, read, read_into, "the bare client")
+        finally:
+            empty()
     except RemoteError as error:
-        raise BenchError(f"--remote-url: {client.url}: {error}") from error
+        raise BenchError(f"--remote-url: {error}") from error
     finally:
         tier.close()
 
@@ -222,13 +251,16 @@ def _must(tier: Any, results: Iterable[bool]) -> None:
         raise BenchError(f"--remote-url: {tier.url}: {tier.last_error or 'it no longer has what was written'}")
 
 
-def _layout(model: str = "bench") -> KVLayout:
-    return KVLayout(model, "bfloat16", 16, "0-7", "tp0/1", (PoolLayout(_TAG, PAGE_BYTES),))
+def _layout() -> KVLayout:
+    """One that nobody else has, so that what belongs to it can be deleted."""
+    return KVLayout(
+        f"bench {os.urandom(8).hex()}", "bfloat16", 16, "0-7", "tp0/1", (PoolLayout(_TAG, PAGE_BYTES),)
+    )
 
 
-def _image(arena: Arena, slot: int) -> ChunkImage:
+def _image(arena: Arena, slot: int, layout: KVLayout) -> ChunkImage:
     return ChunkImage(
-        layout=_layout().digest,
+        layout=layout.digest,
         pool=_TAG,
         tag=_TAG,
         start=0,

@@ -76,9 +76,7 @@ class ChunkImage:
 
     def until(self, page: int) -> ChunkImage:
         """Only the first ``page`` pages."""
-        return replace(
-            self, keys=self.keys[: page * KEY_BYTES], payload=self.payload[: page * self.page_bytes]
-        )
+        return replace(self, keys=self.keys[: page * KEY_BYTES], payload=self.payload[: page * self.page_bytes])
 
     def behind(self, page: int) -> ChunkImage:
         """The same without its first ``page`` pages."""
@@ -171,12 +169,16 @@ def decode_header(block: Buffer) -> ChunkHeader:
         raise BadChunk("header checksum differs")
     try:
         header = msgspec.msgpack.decode(memoryview(block)[_PREFIX.size : end], type=ChunkHeader)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
         raise BadChunk(f"header: {error}") from error
     if not header.keys or len(header.keys) % KEY_BYTES or len(header.sums) != header.pages * _SUM.size:
         raise BadChunk(f"header has {len(header.keys)} bytes of keys and {len(header.sums)} of checksums")
-    if header.page_bytes <= 0:
-        raise BadChunk(f"header says {header.page_bytes} bytes a page")
+    if len({key_at(header.keys, page) for page in range(header.pages)}) != header.pages:
+        raise BadChunk("header has a page twice")
+    if header.page_bytes <= 0 or header.start < 0 or len(header.parent) not in (0, KEY_BYTES):
+        raise BadChunk(
+            f"header says {header.page_bytes} bytes a page, first page {header.start}, behind {header.parent!r}"
+        )
     return header
 
 

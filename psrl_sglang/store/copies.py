@@ -16,14 +16,16 @@ from typing import Any, TypeVar
 import numba
 import numpy as np
 from llvmlite import ir
+from numba import extending
 from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 _LINE_BYTES = 64
 _STEP_BYTES = 4 * _LINE_BYTES
 _STREAMED_BYTES = 1 << 21  # less than this is likely to be read again before the cache has lost it
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_intrinsic: Callable[[Callable[..., Any]], Any] = extending.intrinsic
+_njit: Any = numba.njit
 
 
 class PageCopier:
@@ -172,14 +174,14 @@ def _compiled(signature: Any) -> Callable[[_Function], _Function]:
 
     def compile_now(function: _Function) -> _Function:
         try:
-            return numba.njit(signature, nogil=True, cache=True)(function)
+            return _njit(signature, nogil=True, cache=True)(function)
         except (RuntimeError, OSError):  # no such place, or a full one
-            return numba.njit(signature, nogil=True)(function)
+            return _njit(signature, nogil=True)(function)
 
     return compile_now
 
 
-@intrinsic
+@_intrinsic
 def _memcpy(_context: Any, to: Any, source: Any, size_bytes: Any) -> Any:
     def generate(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
         pointer = ir.IntType(8).as_pointer()
@@ -190,7 +192,7 @@ def _memcpy(_context: Any, to: Any, source: Any, size_bytes: Any) -> Any:
     return types.void(types.int64, types.int64, types.int64), generate
 
 
-@intrinsic
+@_intrinsic
 def _stream(_context: Any, to: Any, source: Any) -> Any:
     """`_STEP_BYTES` bytes to a multiple of `_LINE_BYTES`, past the cache."""
     line = ir.VectorType(ir.IntType(64), _LINE_BYTES // 8)
@@ -210,7 +212,7 @@ def _stream(_context: Any, to: Any, source: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
-@intrinsic
+@_intrinsic
 def _fence(_context: Any) -> Any:
     """What was streamed is seen by other threads no later than what is written from now on."""
 

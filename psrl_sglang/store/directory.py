@@ -55,11 +55,10 @@ class Directory:
         raise OSError(f"{self._base}: all of {_MOST_DIRECTORIES} directories are in use")
 
     @property
-    def frame_bytes(self) -> int:
-        """What there is on disk besides the tags' folders and what other directories hold."""
-        root, base, path = self._root, self._base, self.path
-        frame = (root.parent, root, root / _LOCK, base, base / _LAYOUT, path, path / _LOCK)
-        return sum(map(allocated_bytes, frame))
+    def outside_bytes(self) -> int:
+        """What there is on disk because of this directory, but not below it."""
+        outside = (self._root.parent, self._root, self._root / _LOCK, self._base, self._base / _LAYOUT)
+        return sum(map(allocated_bytes, outside))
 
     def file(self, tag: str, name: bytes) -> Path:
         text = name.hex()
@@ -109,7 +108,15 @@ def idle_directories(disk_path: Path, but: Path) -> list[IdleDirectory]:
             if lock is not None:
                 idle.append((os.fstat(lock).st_mtime, path))
                 os.close(lock)
-    return [IdleDirectory(path, disk_bytes(path), used_s) for used_s, path in sorted(idle)]
+    found: list[IdleDirectory] = []
+    counted = {but.parent}
+    for used_s, path in sorted(idle, reverse=True):
+        size_bytes = disk_bytes(path)
+        if path.parent not in counted:  # it is deleted with the last of its directories
+            counted.add(path.parent)
+            size_bytes += allocated_bytes(path.parent) + allocated_bytes(path.parent / _LAYOUT)
+        found.append(IdleDirectory(path, size_bytes, used_s))
+    return found[::-1]
 
 
 @contextmanager
@@ -152,6 +159,14 @@ def disk_bytes(path: Path) -> int:
     )
 
 
+def is_read_only(path: Path) -> bool:
+    """Whether the file system is, so that no file can be deleted either."""
+    try:
+        return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
+    except OSError:
+        return False
+
+
 def remove_empty_folders(path: Path) -> None:
     """Below ``path``, which stays."""
     for folder, _, _ in os.walk(path, topdown=False):
@@ -162,10 +177,20 @@ def remove_empty_folders(path: Path) -> None:
 
 def chunk_files(path: Path) -> Iterator[Path]:
     """Every file below that is or may become a chunk; files of other makes are not ours to judge."""
-    for folder, _, files in os.walk(path):
-        for name in files:
-            if name.endswith(SUFFIX) or ".tmp-" in name:
-                yield Path(folder, name)
+    return (file for file in _files(path) if _is_chunk(file))
+
+
+def other_bytes(path: Path) -> int:
+    """What the files below take that are no chunks."""
+    return sum(allocated_bytes(file) for file in _files(path) if not _is_chunk(file))
+
+
+def _files(path: Path) -> Iterator[Path]:
+    return (Path(folder, name) for folder, _, files in os.walk(path) for name in files)
+
+
+def _is_chunk(file: Path) -> bool:
+    return file.name.endswith(SUFFIX) or ".tmp-" in file.name
 
 
 def read_header(path: Path) -> ChunkHeader:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import mmap
 import os
 import threading
 import time
@@ -18,11 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from psrl_sglang.keys import KEY_BYTES, KVLayout, key_at
 from psrl_sglang.store.chunk import (
-    BLOCK_BYTES,
     BadChunk,
     ChunkHeader,
     ChunkImage,
@@ -30,20 +26,31 @@ from psrl_sglang.store.chunk import (
     Wanted,
     check_holds,
     check_pages,
-    decode_header,
     encode_header,
-    header_bytes,
     padded,
 )
-from psrl_sglang.store.directory import Directory, chunk_files, disk_bytes, idle_directories, read_header
+from psrl_sglang.store.chunk_io import ChunkFiles
+from psrl_sglang.store.directory import (
+    SUFFIX,
+    Directory,
+    IdleDirectory,
+    allocated_bytes,
+    chunk_files,
+    disk_bytes,
+    idle_directories,
+    is_read_only,
+    other_bytes,
+    read_header,
+    remove_empty_folders,
+)
 from psrl_sglang.store.index import Chunk, DeadRank, PageIndex, Piece
 from psrl_sglang.store.stats import StoreStats
 
 logger = logging.getLogger(__name__)
 
 _PAUSE_AFTER_ERROR_S = 5.0
-_READ_VECTORS = 512  # IOV_MAX is 1024
-_FOLDER_BYTES = 4096
+# What a new file may take besides its length: two new folders, a longer one, and a map of its blocks.
+_AROUND_FILE_BYTES = 4 * 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +60,31 @@ class DiskPlace:
     size_bytes: int
 
 
-class DiskTier:
-    """Thread-safe. ``budget_bytes`` is for all there is below ``disk_path``, what other layouts left included.
+@dataclass(frozen=True, slots=True)
+class _OldFile:
+    """One that an earlier run left."""
 
-    ``load_index`` finds the files of earlier runs; until it has, they are misses. Nothing here raises for
-    trouble with the disk: it is counted, writes pause for a while, and what cannot be read is a miss.
+    path: Path
+    header: ChunkHeader
+    stat: os.stat_result
+
+    @property
+    def size_bytes(self) -> int:
+        return max(self.stat.st_size, self.stat.st_blocks * 512)
+
+    @property
+    def header_bytes(self) -> int:
+        return self.stat.st_size - padded(self.header.pages * self.header.page_bytes)
+
+
+class DiskTier:
+    """Thread-safe. ``budget_bytes`` is for all there is in this engine's directory and in those below
+    ``disk_path`` that no engine uses, whatever their layout.
+
+    ``load_index`` finds what earlier runs left; until it has, everything is a miss and nothing is written. Of
+    engines that start together, none should call it before all have made their tiers, else one takes what
+    another has not locked yet for unused. Nothing here raises for trouble with the disk: it is counted, writes
+    pause for a while, and what cannot be read is a miss.
     """
 
     def __init__(
@@ -75,50 +102,78 @@ class DiskTier:
         self.budget_bytes = budget_bytes
         self.index = PageIndex(policy, dead_rank)
         self.is_loaded = False
+        self._disk_path = disk_path
         self._layout = layout.digest
         self._page_bytes = {pool.name: pool.page_bytes for pool in layout.pools}
+        self._whole_pool = layout.pools[0].name
         self._lock = threading.RLock()
         self._dead_rank = dead_rank
         self._stats = stats
-        self._direct = os.O_DIRECT if direct_io else 0
-        self._folders: set[Path] = set()
+        self._notes_use = policy == "LRU"
+        self._files = ChunkFiles(direct_io=direct_io)
+        self._folders: dict[Path, int] = {}
         self._files_bytes = 0
-        self._idle = idle_directories(disk_path, but=self.directory.path)
+        self._other_bytes = self.directory.outside_bytes + allocated_bytes(self.directory.path)
+        self._landing: set[bytes] = set()  # pages that are being written, and what their files will take
+        self._landing_bytes = 0
+        self._idle: list[IdleDirectory] = []
+        self._undeleted: dict[Path, int] = {}  # not in the index any more, tried again when room is needed
         self._writes_resume_s = 0.0
-        self._buffers = threading.local()
+        self._drops = 0
+        self._dropped_tags: set[str] | None = set()  # before the index was loaded; None for every tag
         self._closed = False
+        self._loading = threading.Lock()
 
     @property
     def used_bytes(self) -> int:
-        """All below ``disk_path``."""
+        """All that counts against the budget."""
         with self._lock:
-            idle = sum(directory.size_bytes for directory in self._idle)
-            return self._files_bytes + len(self._folders) * _FOLDER_BYTES + idle
+            return self._own_bytes + self._landing_bytes + sum(idle.size_bytes for idle in self._idle)
+
+    @property
+    def _own_bytes(self) -> int:
+        chunks = self._files_bytes + sum(self._undeleted.values())
+        return chunks + sum(self._folders.values()) + self._other_bytes
 
     def load_index(self) -> int:
         """Find what earlier runs left, delete what is torn; returns the number of chunks. Run it once, on a
         thread of its own when the directory may be large."""
-        found: list[tuple[float, ChunkHeader, int]] = []
+        with self._loading:
+            return self._load_index()
+
+    def _load_index(self) -> int:
+        found: list[_OldFile] = []
         for path in chunk_files(self.directory.path):
             if self._closed:
                 return 0
             try:
-                if not path.name.endswith(".kv"):
+                if not path.name.endswith(SUFFIX):
                     raise BadChunk("left by a write that did not end")
                 header = read_header(path)
                 if header.layout != self._layout or self._page_bytes.get(header.pool) != header.page_bytes:
                     raise BadChunk("of another layout")
-                stat = path.stat()
-                found.append((stat.st_mtime, header, stat.st_size))
+                if path != self.directory.file(header.tag, header.name):
+                    raise BadChunk("in another one's place")
+                found.append(_OldFile(path, header, path.stat()))
             except BadChunk as error:
                 self._bad_file(path, error)
             except OSError as error:
                 self._error("read", error)
-        found.sort(key=lambda entry: entry[0])
-        order = {id(header): number for number, (_, header, _) in enumerate(found)}
+                self._other_bytes += allocated_bytes(path)
+        remove_empty_folders(self.directory.path)
+        self._other_bytes += other_bytes(self.directory.path)
+        try:
+            idle = idle_directories(self._disk_path, but=self.directory.path)
+        except OSError as error:
+            self._error("read", error)
+            idle = []
+        by_use = sorted(found, key=lambda old: old.stat.st_mtime)
+        stamps = {old.path: number - len(found) for number, old in enumerate(by_use)}
+        for old in sorted(found, key=lambda old: (old.header.start, -old.header.pages)):
+            with self._lock:
+                self._insert_old(old, stamps[old.path])
         with self._lock:
-            for _, header, size_bytes in sorted(found, key=lambda entry: (entry[1].start, -entry[1].pages)):
-                self._insert(header, size_bytes, stamp=order[id(header)])
+            self._idle = idle
             self.is_loaded = True
         self._make_room(0)
         return len(found)
@@ -134,7 +189,7 @@ class DiskTier:
         file is gone from the index, and ``into`` holds anything."""
         with self._lock:
             chunk = self.index.chunk_of(key_at(found.keys, 0))
-            if chunk is None or chunk.place.name != found.name:
+            if chunk is None or not _is_in(found, chunk):
                 return self._late_miss()
             self.index.touch([Piece(chunk, 0, chunk.pages)])
             place: DiskPlace = chunk.place
@@ -142,64 +197,102 @@ class DiskTier:
         page_bytes = self._page_bytes[wanted.pool]
         try:
             with self._stats.timed("disk", "load", len(into) * page_bytes):
-                header = self._read_file(path, place, found.first * page_bytes, into)
+                header = self._files.read(path, place.header_bytes, found.first * page_bytes, into)
                 check_holds(header, self._layout, wanted.pool, found, page_bytes)
                 check_pages(header, found.first, into)
-            _note_use(path)
+            if self._notes_use:
+                _note_use(path)
         except FileNotFoundError:
-            self._forget(chunk, unlink=False)
+            self._forget(chunk)
             return self._late_miss()
         except BadChunk as error:
-            self._forget(chunk, unlink=False)
-            self._bad_file(path, error)
+            with self._lock:
+                if not self.index.holds(chunk):  # evicted, and its name given to another meanwhile
+                    return self._late_miss()
+                self._bad_file(path, error)
+                self._forget(chunk)
             return False
         except OSError as error:
             self._error("read", error)
+            if error.errno == errno.EIO:
+                self._forget(chunk)
             return False
         return True
 
     def write(self, image: ChunkImage) -> bool:
-        """Store a chunk; True if it is here afterwards. It replaces shorter chunks of the same pages."""
-        if time.monotonic() < self._writes_resume_s or not self.is_loaded:
-            self._stats.add(
-                "rejected", image.pages, tier="disk", reason="paused" if self.is_loaded else "loading"
-            )
-            return False
+        """Store a chunk; True if it is here afterwards. It replaces shorter chunks of the same pages. One of the
+        first pool that continues what is not here is not taken; other pools may have only windows of a sequence.
+        """
+        if not self.is_loaded or self._closed:
+            return self._reject(image, "loading")
+        if time.monotonic() < self._writes_resume_s:
+            return self._reject(image, "paused")
         with self._lock:
-            image, shorter = self._to_write(image)
-        if not image.pages:
-            return True
+            missing, shorter = self._to_write(image)
+            if not missing.pages:
+                return True
+            pages = {key_at(missing.keys, page) for page in range(missing.pages)}
+            if not self._landing.isdisjoint(pages):
+                return self._reject(image, "busy")
+            parent = self.index.chunk_of(missing.parent)
+            if parent is not None:
+                parent.busy += 1  # what this one continues must not make room for it
+            elif missing.parent and missing.parent not in self._landing and image.pool == self._whole_pool:
+                return self._reject(image, "headless")  # nobody would find it
+            self._landing |= pages
+            drops = self._drops
+        try:
+            return self._write(missing, shorter, drops)
+        finally:
+            with self._lock:
+                self._landing -= pages
+                if parent is not None:
+                    parent.busy -= 1
+
+    def _write(self, image: ChunkImage, shorter: list[Chunk], drops: int) -> bool:
         header = image.header()
         block = encode_header(header)
         size_bytes = len(block) + padded(len(image.payload))
         if not self._make_room(size_bytes):
-            self._stats.add("rejected", image.pages, tier="disk", reason="full")
-            return False
+            return self._reject(image, "full")
         path = self.directory.file(image.tag, image.name)
         temporary = path.with_name(f"{path.name}.tmp-{threading.get_ident()}")
         try:
             with self._stats.timed("disk", "store", len(image.payload)):
-                self._make_folder(path.parent)
-                self._write_file(temporary, block, image.payload)
+                with self._lock:  # else the folder could be deleted again before there is a file in it
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    file = self._files.create(temporary, image.payload)
+                on_disk_bytes = self._files.write(file, block, image.payload)
+            with self._lock:
+                if drops != self._drops:  # perhaps of this tag: what was dropped must not come back
+                    self._delete(temporary, on_disk_bytes)
+                    self._remove_folders(path.parent)
+                    return False
                 os.replace(temporary, path)
+                self._undeleted.pop(path, None)
+                for chunk in shorter:
+                    self._forget(chunk, unlink=chunk.place.name != image.name)
+                self._insert(header, path, DiskPlace(image.name, len(block), on_disk_bytes))
+                return True
         except OSError as error:
             self._error("write", error)
-            self._writes_resume_s = time.monotonic() + _PAUSE_AFTER_ERROR_S
-            _unlink(temporary)
-            if error.errno == errno.ENOSPC:
-                self._make_room(2 * size_bytes, beyond_budget=True)
+            with self._lock:
+                self._delete(temporary, size_bytes)
+                self._remove_folders(path.parent)
+                at_most_bytes = self.used_bytes - 2 * size_bytes
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                self._make_room(0, at_most_bytes=at_most_bytes)
             return False
-        with self._lock:
-            heirs = [chunk for chunk in self.index.of_tag(image.tag) if chunk.parent in shorter]
-            for chunk in shorter:
-                self._forget(chunk, unlink=True)
-            self._insert(header, size_bytes)
-            self.index.adopt(heirs, header.keys)
-        return True
+        finally:
+            with self._lock:
+                self._landing_bytes -= size_bytes
 
     def drop_tag(self, tag: str) -> int:
         """Delete every file of a tag; returns the pages dropped."""
         with self._lock:
+            self._drops += 1
+            if self._dropped_tags is not None and not self.is_loaded:
+                self._dropped_tags.add(tag)
             chunks = self.index.of_tag(tag)
             for chunk in chunks:
                 self._evict(chunk, "retired")
@@ -207,6 +300,9 @@ class DiskTier:
 
     def clear(self) -> int:
         with self._lock:
+            self._drops += 1
+            if not self.is_loaded:
+                self._dropped_tags = None
             return sum(self.drop_tag(tag) for tag in self.index.tags())
 
     def status(self) -> dict[str, Any]:
@@ -232,69 +328,18 @@ class DiskTier:
             missing = [c for c in chunks if not self.directory.file(c.tag, c.place.name).exists()]
             if missing:
                 wrong.append(f"{len(missing)} files of the index are gone")
-            on_disk = disk_bytes(self.directory.path.parents[2])
-            if on_disk > self.budget_bytes:
-                wrong.append(f"{on_disk} bytes on disk, {self.budget_bytes} allowed")
+            counted, on_disk = self._own_bytes, self._on_disk_bytes()
+            if on_disk > counted:
+                wrong.append(f"{on_disk} bytes on disk, {counted} counted")
+            if self.is_loaded and counted > self.budget_bytes:
+                wrong.append(f"{counted} bytes on disk, {self.budget_bytes} allowed")
             return wrong
 
     def close(self) -> None:
+        """May be called more than once."""
         self._closed = True
-        self.directory.close()
-
-    def _read_file(self, path: Path, place: DiskPlace, skip: int, into: Sequence[memoryview]) -> ChunkHeader:
-        head = self._header_buffer(place.header_bytes)
-        file = self._open(path, os.O_RDONLY, [head, *into], place.header_bytes + skip)
-        try:
-            _fill(file, [head], 0)
-            header = decode_header(head)
-            if header_bytes(head) != place.header_bytes:
-                raise BadChunk("header of another length")
-            _fill(file, into, place.header_bytes + skip)
-        finally:
-            os.close(file)
-        return header
-
-    def _write_file(self, path: Path, block: bytes, payload: memoryview) -> None:
-        head = self._header_buffer(len(block))
-        head[:] = block
-        rest = padded(len(payload)) - len(payload)
-        parts = [head, payload] + ([memoryview(bytes(rest))] if rest else [])
-        file = self._open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, parts, 0)
-        try:
-            done = 0
-            size_bytes = sum(map(len, parts))
-            while done < size_bytes:
-                written = os.pwritev(file, _behind(parts, done), done)
-                if written <= 0:
-                    raise OSError(errno.ENOSPC, "wrote nothing", str(path))
-                done += written
-        finally:
-            os.close(file)
-
-    def _open(self, path: Path, flags: int, parts: Sequence[memoryview], offset: int) -> int:
-        """O_DIRECT where everything is aligned for it: it writes several times faster and leaves the page cache
-        to others. A file system that refuses it is used without."""
-        if self._direct and offset % BLOCK_BYTES == 0 and all(_is_aligned(part) for part in parts):
-            try:
-                return os.open(path, flags | self._direct, 0o644)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self._direct = 0
-        return os.open(path, flags, 0o644)
-
-    def _header_buffer(self, size_bytes: int) -> memoryview:
-        """A page-aligned buffer, one for each thread, valid until the thread asks again."""
-        buffer: mmap.mmap | None = getattr(self._buffers, "header", None)
-        if buffer is None or len(buffer) < size_bytes:
-            buffer = self._buffers.header = mmap.mmap(-1, max(size_bytes, 16 * BLOCK_BYTES))
-        return memoryview(buffer)[:size_bytes]
-
-    def _make_folder(self, folder: Path) -> None:
-        with self._lock:
-            if folder not in self._folders:
-                folder.mkdir(parents=True, exist_ok=True)
-                self._folders |= {folder, folder.parent}
+        with self._loading:
+            self.directory.close()
 
     def _to_write(self, image: ChunkImage) -> tuple[ChunkImage, list[Chunk]]:
         """The part of a chunk that is missing here, and the chunks that it makes needless."""
@@ -306,59 +351,113 @@ class DiskTier:
         shorter = {chunk for chunk in owners if chunk is not None}
         if all(chunk.keys in image.keys for chunk in shorter):
             return image, list(shorter)
-        # Another sequence shares its head: only what is behind that is new.
-        last = max(page for page, chunk in enumerate(owners) if chunk is not None)
-        return image.behind(last + 1), []
+        # Another sequence shares some of it: only the first run of pages that is not here is new.
+        first = owners.index(None)
+        end = next((page for page in range(first, len(owners)) if owners[page] is not None), len(owners))
+        return image.until(end).behind(first), []
 
-    def _insert(self, header: ChunkHeader, size_bytes: int, stamp: int | None = None) -> None:
-        path = self.directory.file(header.tag, header.name)
-        if any(key_at(header.keys, page) in self.index for page in range(header.pages)):
-            _unlink(path)  # a shorter chunk of pages that an earlier run stored twice
-            return
-        place = DiskPlace(header.name, size_bytes - padded(header.pages * header.page_bytes), size_bytes)
+    def _insert(self, header: ChunkHeader, path: Path, place: DiskPlace, *, stamp: int | None = None) -> None:
         chunk = Chunk(header.pool, header.tag, header.start, header.parent, place)
-        self.index.add(chunk, self.index.chunk_of(header.parent))
-        if stamp is not None:
-            chunk.stamp = stamp - (1 << 40)  # older than anything of this run
+        self.index.add(chunk, self.index.chunk_of(header.parent), stamp=stamp)
         self.index.extend(chunk, header.keys)
-        self._files_bytes += size_bytes
-        self._folders |= {path.parent, path.parent.parent}
+        self._files_bytes += place.size_bytes
+        for folder in (path.parent, path.parent.parent):
+            self._folders[folder] = allocated_bytes(folder)
 
-    def _make_room(self, size_bytes: int, *, beyond_budget: bool = False) -> bool:
-        """Delete until ``size_bytes`` more fit: what other layouts left, then dead versions, then the oldest."""
+    def _insert_old(self, old: _OldFile, stamp: int) -> None:
+        header = old.header
+        is_dropped = self._dropped_tags is None or header.tag in self._dropped_tags
+        is_double = any(key_at(header.keys, page) in self.index for page in range(header.pages))
+        if is_dropped or is_double:
+            self._delete(old.path, old.size_bytes)
+            self._remove_folders(old.path.parent)
+        else:
+            place = DiskPlace(header.name, old.header_bytes, old.size_bytes)
+            self._insert(header, old.path, place, stamp=stamp)
+
+    def _on_disk_bytes(self) -> int:
+        return disk_bytes(self.directory.path) + self.directory.outside_bytes
+
+    def _make_room(self, size_bytes: int, *, at_most_bytes: int | None = None) -> bool:
+        """Delete until a file of this size fits, and keep the room for it: what other engines left goes first,
+        then dead versions, then the oldest."""
+        allowed = self.budget_bytes if at_most_bytes is None else at_most_bytes
+        needed = size_bytes + _AROUND_FILE_BYTES if size_bytes else 0
         with self._lock:
-            allowed = self.used_bytes if beyond_budget else self.budget_bytes
-            needed = size_bytes + 3 * _FOLDER_BYTES
-            while self.used_bytes + needed > allowed:
-                if self._idle:
-                    oldest = self._idle.pop(0)
-                    self._stats.add("evicted_bytes", oldest.remove(), tier="disk", reason="other layout")
-                    continue
-                victim = self.index.victim()
-                if victim is None:
-                    return False
-                self._evict(victim, "dead" if self._dead_rank(victim.tag) is not None else "full")
-            return True
+            for path, size in list(self._undeleted.items()):
+                self._delete(path, size)
+            if size_bytes and self._other_bytes + needed > allowed:
+                return False  # it would be in vain to delete all there is
+        while True:
+            with self._lock:
+                if self.used_bytes + needed <= allowed:
+                    self._landing_bytes += size_bytes
+                    return True
+                idle = self._idle[0] if self._idle else None
+                if idle is None:
+                    victim = self.index.victim()
+                    if victim is None or is_read_only(self.directory.path):
+                        return False
+                    reason = "dead" if self._dead_rank(victim.tag) is not None else "full"
+                    if not self._evict(victim, reason):
+                        return False
+            if idle is not None and not self._remove_idle(idle):
+                return False
 
-    def _evict(self, chunk: Chunk, reason: str) -> None:
+    def _remove_idle(self, idle: IdleDirectory) -> bool:
+        try:
+            freed = idle.remove()
+        except OSError as error:
+            self._error("delete", error)
+            return False
+        with self._lock, suppress(ValueError):  # another thread may have been here too
+            self._idle.remove(idle)
+        self._stats.add("evicted_bytes", freed, tier="disk", reason="other layout")
+        return True
+
+    def _evict(self, chunk: Chunk, reason: str) -> bool:
         self._stats.add("evicted_pages", chunk.pages, tier="disk", reason=reason)
-        self._forget(chunk, unlink=True)
+        return self._forget(chunk)
 
-    def _forget(self, chunk: Chunk, *, unlink: bool) -> None:
+    def _forget(self, chunk: Chunk, *, unlink: bool = True) -> bool:
+        """Take a chunk out of the index, and delete its file; False if that failed."""
         with self._lock:
-            if self.index.chunk_of(key_at(chunk.keys, 0)) is not chunk:
-                return
+            if not self.index.holds(chunk):
+                return True
             self.index.remove(chunk)
-            self._files_bytes -= chunk.place.size_bytes
-            path = self.directory.file(chunk.tag, chunk.place.name)
-            if unlink:
-                _unlink(path)
-            for folder in (path.parent, path.parent.parent):
-                try:
-                    folder.rmdir()
-                except OSError:
-                    break  # not empty, or not ours to remove: then it stays counted
-                self._folders.discard(folder)
+            place: DiskPlace = chunk.place
+            self._files_bytes -= place.size_bytes
+            path = self.directory.file(chunk.tag, place.name)
+            is_deleted = self._delete(path, place.size_bytes) if unlink else True
+            self._remove_folders(path.parent)
+            return is_deleted
+
+    def _delete(self, path: Path, size_bytes: int) -> bool:
+        try:
+            path.unlink()
+        except (FileNotFoundError, NotADirectoryError):
+            pass
+        except OSError as error:
+            self._error("delete", error)
+            self._undeleted[path] = size_bytes
+            return False
+        self._undeleted.pop(path, None)
+        return True
+
+    def _remove_folders(self, folder: Path) -> None:
+        """A folder and the tag's, if there is nothing in them any more."""
+        for empty in (folder, folder.parent):
+            try:
+                empty.rmdir()
+            except FileNotFoundError:
+                pass
+            except OSError:
+                return
+            self._folders.pop(empty, None)
+
+    def _reject(self, image: ChunkImage, reason: str) -> bool:
+        self._stats.add("rejected", image.pages, tier="disk", reason=reason)
+        return False
 
     def _late_miss(self) -> bool:
         self._stats.add("misses_late", tier="disk")
@@ -367,45 +466,24 @@ class DiskTier:
     def _bad_file(self, path: Path, error: BadChunk) -> None:
         logger.warning("psrl: %s is deleted: %s", path, error)
         self._stats.add("checksum_failures" if "checksum" in str(error) else "bad_files", tier="disk")
-        _unlink(path)
+        self._delete(path, allocated_bytes(path))
 
     def _error(self, action: str, error: OSError) -> None:
         logger.warning("psrl: disk %s: %s", action, error)
         reason = errno.errorcode.get(error.errno or 0, "other")
         self._stats.add("errors", tier="disk", direction=action, reason=reason)
+        if error.errno == errno.EINVAL:
+            self._files.direct_io = False  # refused as late as that by some file systems
+        if action != "read":
+            self._writes_resume_s = time.monotonic() + _PAUSE_AFTER_ERROR_S
 
 
-def _is_aligned(part: memoryview) -> bool:
-    return len(part) % BLOCK_BYTES == 0 and np.frombuffer(part, dtype=np.uint8).ctypes.data % BLOCK_BYTES == 0
-
-
-def _behind(parts: Sequence[memoryview], done: int) -> list[memoryview]:
-    """What is left of ``parts`` once ``done`` bytes of them are through."""
-    left = []
-    for part in parts:
-        if done < len(part):
-            left.append(part[done:] if done > 0 else part)
-        done = max(0, done - len(part))
-    return left[:_READ_VECTORS]
-
-
-def _fill(file: int, parts: Sequence[memoryview], offset: int) -> None:
-    done, size_bytes = 0, sum(map(len, parts))
-    while done < size_bytes:
-        got = os.preadv(file, _behind(parts, done), offset + done)
-        if got <= 0:
-            raise BadChunk(f"cut short at {offset + done} bytes")
-        done += got
+def _is_in(found: Found, chunk: Chunk) -> bool:
+    at = found.first * KEY_BYTES
+    return chunk.place.name == found.name and chunk.keys[at : at + len(found.keys)] == found.keys
 
 
 def _note_use(path: Path) -> None:
     """The order of use survives a restart, unless the directory became read-only."""
     with suppress(OSError):
         os.utime(path)
-
-
-def _unlink(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        logger.warning("psrl: %s cannot be deleted: %s", path, error)

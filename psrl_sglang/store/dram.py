@@ -96,11 +96,11 @@ class Reservation:
 @dataclass(slots=True)
 class _Growth:
     """The reservations under way on one chunk: how many, where the next one would begin, and behind which page.
-    No page if one of them was given up: then none may follow until all have ended."""
+    While there are any, what one of them gave up is not given out again."""
 
     writers: int = 0
     end: int = 0
-    last: bytes | None = None
+    last: bytes = b""
 
 
 class DramTier:
@@ -149,6 +149,14 @@ class DramTier:
             if not chunk.keys or self.index.chunk_of(key_at(chunk.keys, 0)) is not chunk:
                 return None
             return self._hold([Piece(chunk, 0, chunk.pages)], None)
+
+    def line(self, chunk: Chunk) -> list[Chunk]:
+        """A chunk and those it continues, as far as they are here, the head of the sequence first."""
+        with self.lock:
+            line = [chunk]
+            while (parent := line[-1].parent) is not None:
+                line.append(parent)
+            return line[::-1]
 
     def reserve(self, pool: str, tag: str, keys: bytes, start: int, parent: bytes) -> Reservation:
         """Room for those of ``keys`` that are neither here nor on their way, evicting what must go.
@@ -405,9 +413,6 @@ class DramTier:
 
     def _give_back(self, chunk: Chunk) -> None:
         """A reservation on a chunk ended without pages."""
-        growth = self._growing.get(chunk)
-        if growth is not None:
-            growth.last = None
         if not chunk.keys and not chunk.busy:
             self.index.remove(chunk)
             self.arena.give(chunk.place)

@@ -26,7 +26,8 @@ class Chunk:
 
     ``before`` is the key of the page before its first one, empty at the start of a sequence; ``parent`` is the
     chunk with that page, if the tier has it. ``busy`` counts who reads or writes it now; a busy chunk is not
-    evicted. ``queued``: it has an entry in the index's queue of candidates.
+    evicted. ``queued``: it has an entry in the index's queue of candidates. ``stored``: how many of its pages
+    each lower tier was given, as far as is known.
     """
 
     __slots__ = (
@@ -40,6 +41,7 @@ class Chunk:
         "queued",
         "stamp",
         "start",
+        "stored",
         "tag",
     )
 
@@ -55,6 +57,7 @@ class Chunk:
         self.busy = 0
         self.stamp = 0
         self.queued = False
+        self.stored: dict[str, int] = {}
 
     @property
     def pages(self) -> int:
