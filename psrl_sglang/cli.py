@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from psrl_sglang.lab.cli import register
+from psrl_sglang.store.cli import register as register_store
 
 if TYPE_CHECKING:
     from psrl_sglang.config import PsrlConfig
@@ -144,5 +145,6 @@ def main() -> None:
     app()
 
 
-# The commands of the model lab (`model`, `demo`) live beside what they run.
+# The commands of the model lab (`model`, `demo`) and of the store live beside what they run.
 register(app)
+register_store(app)

@@ -19,7 +19,6 @@ No sglang import, no threads, no clock: the ledger is replicated on every rank a
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -97,7 +96,7 @@ class VersionLedger:
         self._sequence = 0
         self._orders: dict[str, int] = {}
         self._tags: dict[str, Tag] = {}
-        self._recent: deque[str] = deque(maxlen=max_version_lag + 1)
+        self._recent: tuple[str, ...] = ()  # newest last; swapped whole, because I/O threads ask for the window
         self._suspended = False
         # Never forgotten, unlike the tags: one string an update, and only on a lagging engine.
         self._named: set[str] = set()
@@ -124,7 +123,7 @@ class VersionLedger:
 
     def window(self) -> tuple[str, ...]:
         """Tags a lookup may use now, newest first. While weights are being rewritten: only the current one."""
-        return (str(self._current),) if self._suspended else tuple(reversed(self._recent))
+        return (str(self._current),) if self._suspended else self._recent[::-1]
 
     def lag_of(self, tag: str) -> int | None:
         """How many installed states ``tag`` is behind; None when it is outside the window."""
@@ -197,9 +196,8 @@ class VersionLedger:
         self._suspended = False
         self._sequence += 1
         self._remember(tag)
-        if text in self._recent:
-            self._recent.remove(text)
-        self._recent.append(text)
+        others = tuple(recent for recent in self._recent if recent != text)
+        self._recent = (*others, text)[-(self._max_version_lag + 1) :]
         self._current = tag
 
     def _remember(self, tag: Tag) -> None:

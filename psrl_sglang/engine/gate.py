@@ -38,7 +38,7 @@ class Gate:
 
     def on_arrival(self, rid: str) -> None:
         """The request was just looked up: begin to read what DRAM does not have."""
-        if rid in self._waiting or rid in self._landed:
+        if rid in self._waiting or rid in self._landed or self._linker.choice.policy == "never":
             return
         wanted, found = self._linker.missing(rid)
         if not wanted or (self._ranks == 1 and found == count(wanted[0].keys)):

@@ -67,7 +67,14 @@ class HiCacheTree(UnifiedRadixCache):
             pools, entries, backend.config, replicated=backend.is_replicated, model=settings.model_config
         )
         rank, ranks = self._rank_of_tier_group()
-        store = open_store(settings.config, layout, ledger=settings.ledger, rank=rank, ranks=ranks)
+        store = open_store(
+            settings.config,
+            layout,
+            ledger=settings.ledger,
+            rank=rank,
+            ranks=ranks,
+            wait_for_ranks=self.wait_for_ranks,
+        )
         wait_s = settings.config.sglang.read_ahead_timeout_s
         backend.open(store, pools, settings.identity.of, wait_s=wait_s)
         mirror = settings.metrics.mirror
@@ -80,6 +87,10 @@ class HiCacheTree(UnifiedRadixCache):
                 "psrl: HiCache writes what was generated too: %s.save_decode_cache has no effect", LMCACHE
             )
         return None
+
+    def wait_for_ranks(self) -> None:
+        """Return once every rank of this tree has come here."""
+        self._all_reduce_attn_groups(torch.zeros(1), torch.distributed.ReduceOp.MIN)
 
     def _rank_of_tier_group(self) -> tuple[int, int]:
         if self.tp_group is None or not torch.distributed.is_initialized():
@@ -193,7 +204,8 @@ class HiCacheTree(UnifiedRadixCache):
         core = self.tree_core
         if core.is_root(node_id):
             return []
-        return [*core.get_prefix_hash_values(node_id), *core.get_hash_values(node_id)]
+        before, own = core.get_prefix_hash_values(node_id), core.get_hash_values(node_id)
+        return before if before[-1:] == own[-1:] else [*before, *own]
 
     def _first_hash(self, tokens: Any, extra_key: str | None, cache_salt: str | None) -> str:
         page = self.page_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -168,6 +169,7 @@ def open_store(
     ledger: VersionLedger,
     rank: int,
     ranks: int,
+    wait_for_ranks: Callable[[], object],
 ) -> KVStore:
     """The store of one rank. Ends the process if it cannot be made."""
     stats = StoreStats()
@@ -190,6 +192,7 @@ def open_store(
         )
     except (OSError, MemoryError, ValueError) as error:
         refuse(f"the store of rank {rank} cannot be opened: {error}")
+    wait_for_ranks()  # else one could take the directory that another has not locked yet for an idle one
     store = KVStore(layout, arena, lower, policy=lmcache.cache_policy, dead_rank=dead_rank, stats=stats)
     logger.info("psrl: %d chunks of %d bytes in DRAM; pages are %s", slots, slot_bytes, layout.text)
     if store.has_lower_tiers and not config.sglang.namespace:

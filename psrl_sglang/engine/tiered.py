@@ -41,7 +41,14 @@ class TieredTree(HiCacheTree):
             rank=rank,
             ranks=ranks,
         )
-        store = open_store(config, layout, ledger=settings.ledger, rank=rank, ranks=ranks)
+        store = open_store(
+            config,
+            layout,
+            ledger=settings.ledger,
+            rank=rank,
+            ranks=ranks,
+            wait_for_ranks=self.wait_for_ranks,
+        )
         bytes_per_token = sum(pool.page_bytes for pool in layout.pools) // layout.page_tokens
         choice = LoadOrRecompute(config.sglang.load_policy, bytes_per_token)
         cache_linker.open(store, settings.identity.of, choice, is_async=config.lmcache.enable_async_loading)

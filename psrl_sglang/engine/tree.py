@@ -121,16 +121,20 @@ class VersionedTree(TieredTree):
     def retire(self, tag: str) -> tuple[int, int]:
         """Evict all of a tag that no request and no pin holds, from every tier. Returns (device, host) tokens
         freed."""
+        device, host = self._retire_here(tag)
+        return device, host + self.drop_from_tiers(tag) * self.page_size
+
+    def retire_dead(self) -> list[str]:
+        """Evict every tag outside the window from SGLang's tiers; returns those that had something to free. Our
+        own give theirs up when they need the room: trainers flush around every update, and may go back."""
+        live = self.versions.ledger.window()
+        return [tag for tag in self.tags.usage() if tag not in live and any(self._retire_here(tag))]
+
+    def _retire_here(self, tag: str) -> tuple[int, int]:
         freed = self.tags.evict(tag)
-        freed = freed[0], freed[1] + self.drop_from_tiers(tag) * self.page_size
         if any(freed):
             self.versions.metrics.observe_retired()
         return freed
-
-    def retire_dead(self) -> list[str]:
-        """Retire every tag outside the window; returns those that had something to free."""
-        live = self.versions.ledger.window()
-        return [tag for tag in self.tags.usage() if tag not in live and any(self.retire(tag))]
 
     def drop_all_but_current(self) -> None:
         """Clear every tier of KV of other weights, whatever runs. KV that a running request holds stays until

@@ -31,6 +31,7 @@ from sglang.srt.session.session_controller import Session
 
 from psrl_sglang.config import PsrlConfig
 from psrl_sglang.engine import eviction, updates
+from psrl_sglang.engine.identity import RunIdentity
 from psrl_sglang.engine.metrics import VersionMetrics
 from psrl_sglang.engine.request import versions_of
 from psrl_sglang.engine.tree import versioned
@@ -74,6 +75,8 @@ class OfflineEngine:
         policy: str = "lru",
         psrl: dict[str, Any] | None = None,
         version: str = "1",
+        layers: int = 1,
+        head_dim: int = 1,
     ) -> None:
         torch.set_num_threads(1)
         set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", page_size=page_size, device="cpu"))
@@ -82,15 +85,16 @@ class OfflineEngine:
         if policy == eviction.POLICY:
             eviction.register_policy(self.ledger, fifo=config.lmcache.cache_policy == "FIFO")
         step = eviction.RUST_PRIORITY_STEP if (core, policy) == ("rust", "priority") else 0
-        settings = TreeSettings(config, self.ledger, VersionMetrics(), step)
+        identity = RunIdentity("", str(self.ledger.current), "checkpoint", "offline")
+        settings = TreeSettings(config, None, identity, self.ledger, VersionMetrics(), step)
         self.rows = ReqToTokenPool(ROWS, CONTEXT, "cpu", enable_memory_saver=False)
-        pool = MHATokenToKVPool(
+        self.pool = pool = MHATokenToKVPool(
             size=slots,
             page_size=page_size,
             dtype=torch.float32,
             head_num=1,
-            head_dim=1,
-            layer_num=1,
+            head_dim=head_dim,
+            layer_num=layers,
             device="cpu",
             enable_memory_saver=False,
         )
