@@ -45,8 +45,10 @@ _POLL_S = 0.001
 
 
 class _Place(NamedTuple):
-    """Where the pages of a call are: their tag, the first one's place, and the hash of the page before it."""
+    """Where the pages of a call are: the first hash of their sequence, its tag, the first page's place, and the
+    hash of the page before that."""
 
+    sequence: str
     tag: str
     start: int
     before: str | None
@@ -66,6 +68,7 @@ class PsrlHiCacheStorage(HiCacheStorage):
         storage_config.is_mla_model = False
         self.store: KVStore | None = None
         self.tags = TagBook()
+        self._committing = threading.Lock()
         self._pools: dict[str, tuple[HostPool, HostCopier]] = {}
         self._salts: dict[tuple[str, str], bytes] = {}
         self._rates = _Rates() if storage_config.enable_storage_metrics else None
@@ -81,8 +84,9 @@ class PsrlHiCacheStorage(HiCacheStorage):
         self.store = store
 
     def drop_tag(self, tag: str) -> dict[str, int]:
-        """As ``KVStore.drop_tag``; what waits to be written under the tag is dropped too."""
-        self.tags.forget(tag)
+        """As ``KVStore.drop_tag``; what waits to be written under the tag, or is being written, is dropped too."""
+        with self._committing:
+            self.tags.forget(tag)
         return self._opened().drop_tag(tag)
 
     # ---- what SGLang asks about the KV pool alone ----
@@ -178,8 +182,9 @@ class PsrlHiCacheStorage(HiCacheStorage):
     # ---- life cycle ----
 
     def clear(self) -> None:
-        """Empty every tier; what waits to be written is dropped too."""
-        self.tags.forget()
+        """Empty every tier; what waits to be written, or is being written, is dropped too."""
+        with self._committing:
+            self.tags.forget()
         self._opened().clear()
 
     def get_stats(self) -> Any:
@@ -206,11 +211,12 @@ class PsrlHiCacheStorage(HiCacheStorage):
         self, hashes: Sequence[str], extra_info: HiCacheStorageExtraInfo | None, call: str
     ) -> _Place | None:
         before = (extra_info.prefix_keys if extra_info is not None else None) or []
-        tag = self.tags.tag_of((before or hashes)[0]) if hashes else None
+        sequence = (before or hashes)[0] if hashes else ""
+        tag = self.tags.tag_of(sequence)
         if tag is None:
             self._unknown(len(hashes), call)
             return None
-        return _Place(tag, len(before), before[-1] if before else None)
+        return _Place(sequence, tag, len(before), before[-1] if before else None)
 
     def _keys(self, pool: str, hashes: Sequence[str], tag: str) -> bytes:
         salt = self._salts.get((pool, tag))
@@ -333,7 +339,10 @@ class PsrlHiCacheStorage(HiCacheStorage):
                 new = np.concatenate([np.arange(w.source, w.source + w.pages) for w in room.writes])
                 with store.stats.timed("dram", "store", room.pages * pool.page_bytes):
                     copier.to_arena(pages[new], store.dram.offsets(room.writes))
-                store.commit(room)
+                with self._committing:
+                    if self.tags.tag_of(place.sequence) != place.tag:
+                        return [False] * len(hashes)  # dropped meanwhile
+                    store.commit(room)
                 if self._rates is not None:
                     self._rates.stored(len(new), len(new) * pool.page_bytes, time.perf_counter() - began_s)
             kept = len(hashes) - room.rejected_pages

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -139,10 +140,21 @@ def _around_launch(original: Callable[..., Any], cls: Any, server_args: Any, *ar
         from psrl_sglang.engine import tier_start
 
         tier_start.check_before_start(config, server_args)
-    with activation.exporting(config):
+    with activation.exporting(config), _ended_by_refusal():
         launched = original(cls, server_args, *args, **kwargs)
     _require_versioned_schedulers(launched[3].scheduler_infos)
     return launched
+
+
+@contextmanager
+def _ended_by_refusal() -> Iterator[None]:
+    """A scheduler that refuses to start has said why; SGLang adds a traceback about its end and another code."""
+    try:
+        yield
+    except RuntimeError as error:
+        if f"(exit code: {EXIT_REFUSED})" in str(error):
+            raise SystemExit(EXIT_REFUSED) from None
+        raise
 
 
 def _refuse_model(server_args: Any) -> None:

@@ -3,7 +3,7 @@
     DISK_PATH/psrl-kv/LOCK                               held for a moment by who takes or deletes directories
     DISK_PATH/psrl-kv/<layout digest>/LAYOUT             what the digest stands for
     DISK_PATH/psrl-kv/<layout digest>/<n>/LOCK           held by the engine process that uses the directory
-    DISK_PATH/psrl-kv/<layout digest>/<n>/<tag digest>/<first byte>/<chunk name>.kv
+    DISK_PATH/psrl-kv/<layout digest>/<n>/<tag digest>/<first digit>/<chunk name>.kv
 
 Two engines of one layout on one host get a directory each; a restarted engine takes the first free one again.
 """
@@ -41,13 +41,13 @@ class Directory:
         self._root = disk_path / ROOT
         self._base = self._root / layout.digest.hex()
         self._root.mkdir(parents=True, exist_ok=True)
-        with _guarded(self._root):
+        with guarded(self._root):
             self._base.mkdir(exist_ok=True)
             (self._base / _LAYOUT).write_text(layout.text + "\n")
             for number in range(_MOST_DIRECTORIES):
                 self.path = self._base / str(number)
                 self.path.mkdir(exist_ok=True)
-                lock = _lock(self.path)
+                lock = lock_of(self.path)
                 if lock is not None:
                     self._lock = lock
                     os.utime(lock)
@@ -62,7 +62,7 @@ class Directory:
 
     def file(self, tag: str, name: bytes) -> Path:
         text = name.hex()
-        return self.path / tag_folder(tag) / text[:2] / (text + SUFFIX)
+        return self.path / tag_folder(tag) / text[:1] / (text + SUFFIX)
 
     def close(self) -> None:
         """May be called more than once."""
@@ -85,8 +85,8 @@ class IdleDirectory:
         """Delete it unless an engine has taken it meanwhile; returns the bytes freed. Raises ``OSError`` if
         nothing can be deleted there."""
         base = self.path.parent
-        with _guarded(base.parent):
-            if not self.path.is_dir() or (lock := _lock(self.path)) is None:
+        with guarded(base.parent):
+            if not self.path.is_dir() or (lock := lock_of(self.path)) is None:
                 return 0
             try:
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -100,11 +100,11 @@ class IdleDirectory:
 def idle_directories(disk_path: Path, but: Path) -> list[IdleDirectory]:
     """The longest unused first. Raises ``OSError`` where directories can only be read."""
     idle = []
-    with _guarded(disk_path / ROOT):
+    with guarded(disk_path / ROOT):
         for path in (disk_path / ROOT).glob("*/[0-9]*"):
             if path == but or not path.is_dir():
                 continue
-            lock = _lock(path)
+            lock = lock_of(path)
             if lock is not None:
                 idle.append((os.fstat(lock).st_mtime, path))
                 os.close(lock)
@@ -120,7 +120,7 @@ def idle_directories(disk_path: Path, but: Path) -> list[IdleDirectory]:
 
 
 @contextmanager
-def _guarded(root: Path) -> Iterator[None]:
+def guarded(root: Path) -> Iterator[None]:
     """Nobody else takes, judges or deletes a directory meanwhile: else an engine that starts could find its own
     locked by one that only looks, or lock one that is being deleted."""
     guard = os.open(root / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -131,7 +131,7 @@ def _guarded(root: Path) -> Iterator[None]:
         os.close(guard)
 
 
-def _lock(path: Path) -> int | None:
+def lock_of(path: Path) -> int | None:
     """The lock of a directory, held until it is closed; None if another has it."""
     lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:

@@ -18,10 +18,10 @@ from psrl_sglang.store.directory import (
     ROOT,
     SUFFIX,
     IdleDirectory,
-    _guarded,
-    _lock,
     allocated_bytes,
     chunk_files,
+    guarded,
+    lock_of,
     read_header,
     remove_empty_folders,
     tag_folder,
@@ -88,7 +88,7 @@ def directories(disk_path: Path, layout: str | None = None) -> list[EngineDirect
         bases = sorted(path for path in root.iterdir() if path.is_dir())
         if layout is not None:
             bases = [_only(bases, layout, root)]
-        with _guarded(root):
+        with guarded(root):
             return [
                 EngineDirectory(path, _layout_text(base), _is_in_use(path))
                 for base in bases
@@ -188,11 +188,11 @@ def last_uses(chunks: Sequence[StoredChunk]) -> list[float]:
 @contextmanager
 def held(directory: EngineDirectory) -> Iterator[bool]:
     """True inside if no engine has the directory; then none can take it before the end."""
-    with _guarded(directory.path.parents[1]):
+    with guarded(directory.path.parents[1]):
         if not directory.path.is_dir():
             yield False
             return
-        lock = _lock(directory.path)
+        lock = lock_of(directory.path)
         try:
             yield lock is not None
         finally:
@@ -260,7 +260,7 @@ def _layout_text(base: Path) -> str | None:
 
 
 def _is_in_use(path: Path) -> bool:
-    lock = _lock(path)
+    lock = lock_of(path)
     if lock is None:
         return True
     os.close(lock)

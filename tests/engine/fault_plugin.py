@@ -1,5 +1,5 @@
-"""A plugin of SGLang that exists in tests only: it makes the tiers of a real server slow, failing or forgetful, rank
-by rank, as a file says that the test rewrites while the server runs."""
+"""A plugin of SGLang that exists in tests only: it makes the tiers of a real server slow, failing or forgetful,
+rank by rank, as a file says that the test rewrites while the server runs."""
 
 from __future__ import annotations
 

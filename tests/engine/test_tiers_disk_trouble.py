@@ -10,7 +10,9 @@ from redis_server import RedisServer
 from support import Running, assert_books_hold, assert_same, prompt, wait_until
 from tier_support import (
     CHUNK,
+    FEW_CHUNKS,
     NEW_TOKENS,
+    SMALLER_POOL,
     assert_hit,
     assert_nothing_held,
     cached_from,
@@ -33,7 +35,6 @@ from tier_support import (
 
 pytestmark = pytest.mark.engine
 needs_mount = pytest.mark.skipif(not can_mount(), reason="needs the right to mount file systems")
-FEW_CHUNKS = 20
 RUN = {"namespace": "run", "read_ahead_timeout_s": 30.0}
 SMALL = {"chunks": FEW_CHUNKS, "save_unfull_chunk": True, "sglang": RUN}
 LENGTH = 2 * CHUNK + 90
@@ -46,7 +47,7 @@ def path(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(server_factory, path):
-    return start(server_factory, with_disk(path, **SMALL))
+    return start(server_factory, with_disk(path, **SMALL), *SMALLER_POOL)
 
 
 def stored_files(server, path, asked):
@@ -55,7 +56,7 @@ def stored_files(server, path, asked):
     answer = stored(server, asked)
     files = sorted(set(chunk_files(path)) - before, key=lambda file: file.stat().st_mtime_ns)
     assert len(files) == 3
-    push_out(server, chunks=FEW_CHUNKS)
+    push_out(server)
     return answer, files
 
 
@@ -108,7 +109,7 @@ def test_lmcache_5_a_damaged_file_is_a_counted_miss_and_is_stored_anew(server, p
     assert_recomputed(server, asked, expected)
     assert total(server, "checksum_failures", tier="disk") + total(server, "bad_files", tier="disk") > before
     settle(server)
-    push_out(server, chunks=FEW_CHUNKS)
+    push_out(server)
     assert_hit(server, asked, expected, "storage")
     assert_nothing_held(server)
 
@@ -134,7 +135,7 @@ def test_row_19_and_lmcache_9_files_that_somebody_deletes_are_late_misses_and_no
     assert tier_status(server)["tiers"]["disk"]["pages"] == 0
     assert tier_status(server)["tiers"]["disk"]["used_bytes"] <= disk_bytes(path)
     again = stored(server, asked[0])
-    push_out(server, chunks=FEW_CHUNKS)
+    push_out(server)
     assert_hit(server, asked[0], again, "storage")
     assert_books_hold(server)
 
@@ -142,7 +143,7 @@ def test_row_19_and_lmcache_9_files_that_somebody_deletes_are_late_misses_and_no
 def test_lmcache_6_interleaved_sessions_paged_to_disk_do_not_mix(server, fresh):
     source = random.Random(5120)
     sessions = [prompt(5120 + number, 260) for number in range(6)]
-    for _ in range(3):
+    for _ in range(2):
         source.shuffle(sessions)
         requests = [Running(server, session, NEW_TOKENS) for session in sessions]
         answers = [request.result() for request in requests]
@@ -150,7 +151,7 @@ def test_lmcache_6_interleaved_sessions_paged_to_disk_do_not_mix(server, fresh):
             assert_same(answer, fresh(1, session, NEW_TOKENS))
             session += list(answer.output_ids) + prompt(source.randrange(1 << 20), 40)
         settle(server)
-        push_out(server, chunks=FEW_CHUNKS)
+        push_out(server)
     assert total(server, "bytes", tier="disk", direction="load") > 0
 
 
@@ -174,7 +175,7 @@ def test_a_directory_that_becomes_read_only_is_still_read_and_written_again_afte
 @needs_mount
 def test_row_16_a_full_file_system_degrades_to_misses_and_recovers(server_factory, tmp_path):
     with small_file_system(tmp_path / "small", 24 << 20) as path:
-        server = start(server_factory, with_disk(path, disk_gb=gib(40), **SMALL))
+        server = start(server_factory, with_disk(path, disk_gb=gib(40), **SMALL), *SMALLER_POOL)
         asked = prompt(5200, LENGTH)
         expected = stored(server, asked)
         with (path / "of-somebody-else").open("wb") as other:
@@ -187,14 +188,14 @@ def test_row_16_a_full_file_system_degrades_to_misses_and_recovers(server_factor
             wait_until(lambda: _fails_to_write(server), "a write finds the file system full")
             assert total(server, "errors", tier="disk", reason="ENOSPC") > 0
             assert not list(path.rglob("*.tmp-*"))
-            push_out(server, chunks=FEW_CHUNKS)
+            push_out(server)
             again = server.generate(asked, NEW_TOKENS)
             assert_same(again, expected)
         (path / "of-somebody-else").unlink()
         wait_until(lambda: not tier_status(server)["tiers"]["disk"]["writes_paused"], "writes resume")
         new = prompt(5201, LENGTH)
         answer = stored(server, new)
-        push_out(server, chunks=FEW_CHUNKS)
+        push_out(server)
         assert_hit(server, new, answer, "storage")
         assert_books_hold(server)
         server.stop(grace_s=0.0)
@@ -205,37 +206,32 @@ def _fails_to_write(server) -> bool:
     return total(server, "errors", tier="disk", direction="write") > 0
 
 
-def _wait_index(server) -> None:
-    wait_until(lambda: tier_status(server)["tiers"]["disk"]["index_loaded"], "the files are found")
-
-
 def test_lmcache_7_killed_while_it_stores_and_started_again_over_the_same_directory(
     server_factory, fresh, tmp_path
 ):
     source = random.Random(5300)
     settings = with_disk(tmp_path, **SMALL)
     asked = prompts(5300, 8, LENGTH)
-    server = start(server_factory, settings)
+    server = start(server_factory, settings, *SMALLER_POOL)
     for one in asked[:4]:
         stored(server, one, 1)
-    for round_ in range(2):
-        for one in prompts(5310 + 10 * round_, 4, LENGTH) + asked[4:]:
-            server.post("/generate", {"input_ids": one, "sampling_params": {"max_new_tokens": 1}})
-        server.kill()
-        server.stop(grace_s=0.0)
-        # As if the kernel had lost the end of what was written last, too.
-        newest = max(chunk_files(tmp_path), key=lambda file: file.stat().st_mtime_ns)
-        os.truncate(newest, source.randrange(newest.stat().st_size))
-        server = start(server_factory, settings)
-        _wait_index(server)
-        hits = 0
-        for one in asked:
-            answer = server.generate(one, NEW_TOKENS)
-            hits += cached_from(answer)["storage"] > 0
-            assert_same(answer, fresh(1, one, NEW_TOKENS))
-        assert hits >= 3
-        assert not list(tmp_path.rglob("*.tmp-*"))
-        assert_books_hold(server)
+    requests = [Running(server, one, 1) for one in [*asked[4:], *prompts(5310, 8, LENGTH)]]
+    requests[2].result()
+    server.kill()
+    server.stop(grace_s=0.0)
+    # As if the kernel had lost the end of what was written last, too.
+    newest = max(chunk_files(tmp_path), key=lambda file: file.stat().st_mtime_ns)
+    os.truncate(newest, source.randrange(newest.stat().st_size))
+    server = start(server_factory, settings, *SMALLER_POOL)
+    wait_until(lambda: tier_status(server)["tiers"]["disk"]["index_loaded"], "the files are found")
+    hits = 0
+    for one in asked:
+        answer = server.generate(one, NEW_TOKENS)
+        hits += cached_from(answer)["storage"] > 0
+        assert_same(answer, fresh(1, one, NEW_TOKENS))
+    assert hits >= 3
+    assert not list(tmp_path.rglob("*.tmp-*"))
+    assert_books_hold(server)
     server.stop(grace_s=0.0)
 
 
@@ -251,7 +247,7 @@ def redis(tmp_path_factory):
 @pytest.fixture(scope="module")
 def remote(server_factory, redis):
     sglang = {"namespace": "run", "remote_timeout_s": 1.0, "read_ahead_timeout_s": 3.0}
-    return start(server_factory, with_remote(redis.url, **{**SMALL, "sglang": sglang}))
+    return start(server_factory, with_remote(redis.url, **{**SMALL, "sglang": sglang}), *SMALLER_POOL)
 
 
 def answers_again(server):
@@ -268,7 +264,7 @@ def stored_remotely(server, seed):
     asked = prompt(seed, LENGTH)
     answers_again(server)
     answer = stored(server, asked)
-    push_out(server, chunks=FEW_CHUNKS)
+    push_out(server)
     return asked, answer
 
 
@@ -278,7 +274,7 @@ def test_lmcache_2_a_dead_redis_costs_misses_and_is_used_again_when_it_is_back(r
     for _ in range(3):
         assert_recomputed(remote, asked, expected)
         remote.overwrite_pool()
-        push_out(remote, chunks=FEW_CHUNKS)
+        push_out(remote)
     assert total(remote, "errors", tier="remote") > 0
     assert tier_status(remote)["tiers"]["remote"]["is_open"]
     assert str(redis.port) in tier_status(remote)["tiers"]["remote"]["last_error"]
@@ -295,7 +291,7 @@ def test_lmcache_4_a_frozen_redis_holds_nobody_beyond_the_deadline(remote, redis
     try:
         for _ in range(3):
             assert_recomputed(remote, asked, expected)  # while it is still frozen
-            push_out(remote, chunks=FEW_CHUNKS)
+            push_out(remote)
         assert total(remote, "gate_requests", outcome="late") + total(remote, "errors", tier="remote") > late
         assert total(remote, "gate_seconds") < 60
     finally:
@@ -323,7 +319,7 @@ def test_row_19_what_redis_evicted_is_a_late_miss_once(remote, redis):
     assert_recomputed(remote, asked, expected)
     assert total(remote, "misses_late", tier="remote") > late
     settle(remote)
-    push_out(remote, chunks=FEW_CHUNKS)
+    push_out(remote)
     late = total(remote, "misses_late", tier="remote")
     assert_hit(remote, asked, expected, "storage")
     assert total(remote, "misses_late", tier="remote") == late

@@ -8,8 +8,10 @@ from redis_server import RedisServer
 from support import Running, assert_books_hold, assert_same, prompt
 from tier_support import (
     CHUNK,
+    FEW_CHUNKS,
     NEW_TOKENS,
     PAGE,
+    SMALLER_POOL,
     assert_hit,
     assert_nothing_held,
     cached_from,
@@ -26,7 +28,6 @@ from tier_support import (
 )
 
 pytestmark = pytest.mark.engine
-FEW_CHUNKS = 20  # of DRAM, so that a filled device pool pushes everything else out of it
 RUN = {"namespace": "run", "read_ahead_timeout_s": 30.0}
 LENGTHS = (PAGE * 9 - 1, PAGE * 9, PAGE * 9 + 1, CHUNK * 2 - 1, CHUNK * 2, CHUNK * 2 + 1)
 
@@ -50,7 +51,7 @@ def lower(request, server_factory, redis, tmp_path_factory):
         settings = with_disk(tmp_path_factory.mktemp("disk"), **options)
     else:
         settings = with_remote(redis.url, **options)
-    server = start(server_factory, settings)
+    server = start(server_factory, settings, *SMALLER_POOL)
     yield server
     server.stop(grace_s=0.0)
 
@@ -78,7 +79,7 @@ def test_a_prompt_cut_anywhere_is_restored_from_dram_to_the_page(dram, fresh):
     source = random.Random(1002)
     asked = prompt(1002, 900)
     stored(dram, asked)
-    for at in [source.randrange(1, 900) for _ in range(8)]:
+    for at in [source.randrange(1, 900) for _ in range(6)]:
         dram.overwrite_pool()
         turned = asked[:at] + [(token + 1) % 512 for token in asked[at : at + 40]]
         answer = dram.generate(turned, NEW_TOKENS)
@@ -154,7 +155,7 @@ def test_a_hit_below_dram_equals_a_device_hit_and_a_fresh_engine(lower, fresh):
     cold = stored(lower, asked)
     assert cold.cached_tokens == 0
     device = assert_hit(lower, asked, cold, "device")
-    push_out(lower, chunks=FEW_CHUNKS)
+    push_out(lower)
     storage = assert_hit(lower, asked, device, "storage")
     assert_same(storage, fresh(1, asked, NEW_TOKENS))
 
@@ -162,7 +163,7 @@ def test_a_hit_below_dram_equals_a_device_hit_and_a_fresh_engine(lower, fresh):
 def test_generated_tokens_are_reused_from_below_dram(lower, fresh):
     asked = prompt(1201, 200)
     whole = asked + list(stored(lower, asked, 72).output_ids)
-    push_out(lower, chunks=FEW_CHUNKS)
+    push_out(lower)
     again = lower.generate(whole, NEW_TOKENS)
     assert cached_from(again)["storage"] == whole_pages(len(whole)) > len(asked)
     assert_same(again, fresh(1, whole, NEW_TOKENS))
@@ -173,7 +174,7 @@ def test_a_prompt_cut_anywhere_is_restored_from_below_dram_to_the_page(lower, fr
     asked = prompt(1202, 900)
     stored(lower, asked)
     for at in [source.randrange(1, 900) for _ in range(4)]:
-        push_out(lower, chunks=FEW_CHUNKS)
+        push_out(lower)
         turned = asked[:at] + [(token + 1) % 512 for token in asked[at : at + 40]]
         answer = lower.generate(turned, NEW_TOKENS)
         reusable = at // PAGE * PAGE
@@ -184,7 +185,7 @@ def test_a_prompt_cut_anywhere_is_restored_from_below_dram_to_the_page(lower, fr
 def test_lmcache_8_lengths_around_pages_and_chunks_are_restored_from_below_dram(lower, fresh):
     asked = [prompt(1300 + length, length) for length in LENGTHS]
     cold = [stored(lower, one) for one in asked]
-    push_out(lower, chunks=FEW_CHUNKS)
+    push_out(lower)
     for one, expected in zip(asked, cold, strict=True):
         assert_same(assert_hit(lower, one, expected, "storage"), fresh(1, one, NEW_TOKENS))
     assert_nothing_held(lower)
@@ -194,13 +195,13 @@ def test_lmcache_8_lengths_around_pages_and_chunks_are_restored_from_below_dram(
 def test_without_unfull_chunks_disk_holds_whole_ones_and_restores_exactly_those(
     server_factory, fresh, tmp_path: Path
 ):
-    server = start(server_factory, with_disk(tmp_path, chunks=FEW_CHUNKS, sglang=RUN))
+    server = start(server_factory, with_disk(tmp_path, chunks=FEW_CHUNKS, sglang=RUN), *SMALLER_POOL)
     asked = prompt(1210, 2 * CHUNK + 90)
     cold = stored(server, asked)
     assert tier_status(server)["tiers"]["disk"]["pages"] == 2 * CHUNK // PAGE
-    push_out(server, chunks=FEW_CHUNKS)
+    push_out(server)
     assert_same(assert_hit(server, asked, cold, "storage", 2 * CHUNK), fresh(1, asked, NEW_TOKENS))
-    push_out(server, chunks=FEW_CHUNKS)
+    push_out(server)
     turned = [*asked[: CHUNK + 40], 7, 8, 9, *asked[CHUNK + 43 :]]
     answer = server.generate(turned, NEW_TOKENS)
     assert cached_from(answer) == {"device": 0, "host": 0, "storage": CHUNK + 32}

@@ -6,7 +6,18 @@ import threading
 import httpx
 import pytest
 from fault_plugin import Faults
-from support import NAMED, Running, assert_books_hold, assert_same, counters, idle, post_ok, prompt, wait_until
+from support import (
+    NAMED,
+    Running,
+    assert_books_hold,
+    assert_same,
+    counters,
+    idle,
+    post_ok,
+    prompt,
+    status,
+    wait_until,
+)
 from tier_support import (
     NEW_TOKENS,
     assert_hit,
@@ -109,12 +120,16 @@ def test_two_equal_prompts_in_one_batch(server, faults):
 
 def test_row_12_abort_of_a_request_that_waits(server):
     asked, answer = in_dram_only(server, 4040)
-    server.pause("in_place")
+    blocker = Running(server, prompt(4041, 300), 600, rid="blocker")  # the pool has no room for both
+    blocker.wait_tokens(5)
     request = Running(server, asked, NEW_TOKENS, rid="waits")
-    wait_until(lambda: not idle(server), "it waits")
+    wait_until(lambda: status(server)["requests"]["waiting"] == 1, "it waits")
     abort(server, "waits")
-    server.resume()
     request.result()
+    assert tier_status(server)["tiers"]["dram"]["busy_chunks"] == 0
+    abort(server, "blocker")
+    blocker.result()
+    server.overwrite_pool()
     assert_hit(server, asked, answer, "host")
 
 

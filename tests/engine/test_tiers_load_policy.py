@@ -5,7 +5,9 @@ from redis_server import RedisServer
 from support import Running, assert_books_hold, assert_same, prompt, status, wait_until
 from tier_support import (
     CHUNK,
+    FEW_CHUNKS,
     NEW_TOKENS,
+    SMALLER_POOL,
     assert_hit,
     assert_nothing_held,
     cached_from,
@@ -20,7 +22,6 @@ from tier_support import (
 )
 
 pytestmark = pytest.mark.engine
-FEW_CHUNKS = 20
 LENGTH = 2 * CHUNK + 90
 
 
@@ -99,7 +100,7 @@ def remote(server_factory, redis):
     """Redis that can be stopped makes a read take as long as a test wants."""
     sglang = {"namespace": "run", "remote_timeout_s": 30.0, "read_ahead_timeout_s": 60.0}
     settings = with_remote(redis.url, chunks=FEW_CHUNKS, save_unfull_chunk=True, sglang=sglang)
-    return start(server_factory, settings)
+    return start(server_factory, settings, *SMALLER_POOL)
 
 
 def waiting(server):
@@ -109,7 +110,7 @@ def waiting(server):
 def stored_remotely(server, seed):
     asked = prompt(seed, LENGTH)
     answer = stored(server, asked)
-    push_out(server, chunks=FEW_CHUNKS)
+    push_out(server)
     return asked, answer
 
 

@@ -118,7 +118,7 @@ def resident_bytes(group: int) -> int:
 
 @pytest.mark.parametrize(
     ("blocks", "turns", "noise"),
-    [(3, 100, 0.05), pytest.param(10, 1000, 0.01, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+    [(3, 80, 0.05), pytest.param(10, 1000, 0.01, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
 )
 def test_rows_13_14_17_thousands_of_turns_decay_nothing_and_leak_nothing(
     server_factory, models, fresh, tmp_path, blocks, turns, noise

@@ -19,6 +19,9 @@ CHUNK = 256
 CHUNK_BYTES = CHUNK * 2048  # float32 K and V of the tiny model's 4 layers, 2 heads of 32
 POOL_TOKENS = 8192
 NEW_TOKENS = 8
+# A device pool and DRAM behind it that other prompts soon push everything out of.
+SMALLER_POOL = ("--max-total-tokens", "4096")
+FEW_CHUNKS = 16
 
 
 def gib(chunks: float) -> float:
@@ -94,11 +97,10 @@ def assert_nothing_held(server: Server) -> None:
     assert shown["device"]["locked_tokens"] == 0
 
 
-def push_out(server: Server, *, chunks: int) -> None:
-    """Compute other prompts until neither the device nor DRAM, which has room for ``chunks``, can have anything
-    that was there before."""
+def push_out(server: Server) -> None:
+    """Compute other prompts until neither the device nor DRAM for few chunks can have anything that was there."""
     pushed = 0
-    while pushed < 1.25 * chunks * CHUNK:
+    while pushed < 1.25 * FEW_CHUNKS * CHUNK:
         pushed += server.overwrite_pool()
         settle(server)
 

@@ -96,6 +96,22 @@ def test_retire_and_clear_also_take_what_waits_to_be_written(opened):
     assert opened.store.dram.pages_by_tag() == {}
 
 
+def test_what_is_being_written_during_a_clear_does_not_land_behind_it(opened):
+    storage, keys = opened.storage, hashes(1, 0, 2)
+    storage.tags.note(keys[0], "1")
+    reserve = opened.store.dram.reserve
+
+    def clear_and_reserve(*args):
+        room = reserve(*args)
+        storage.clear()
+        return room
+
+    opened.store.dram.reserve = clear_and_reserve
+    assert storage.batch_set_v1(keys, slots_of([0, 1])) == [False, False]
+    assert opened.store.dram.pages_by_tag() == {}
+    assert opened.store.check_integrity() == []
+
+
 def test_what_finds_no_room_is_said_not_to_be_stored():
     opened = Opened(slots=2)
     keys = hashes(1, 0, 12)

@@ -200,7 +200,12 @@ def test_a_sequence_that_branches_in_the_middle_of_a_chunk_is_found_in_both_its_
     assert remote.write(image(one, 0, 3))
     for start, end in ((2, 4), (4, 8), (8, 11)):
         assert remote.write(image(two, start, end))
-    assert [(found.first, found.pages) for found in remote.find(wanted(two))] == [(0, 2), (0, 2), (0, 4), (0, 3)]
+    assert [(found.first, found.pages) for found in remote.find(wanted(two))] == [
+        (0, 2),
+        (0, 2),
+        (0, 4),
+        (0, 3),
+    ]
     assert read_all(remote, wanted(two)) == 11
 
 

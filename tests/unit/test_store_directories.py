@@ -76,7 +76,7 @@ def test_an_engine_that_starts_while_another_looks_around_finds_its_own_director
     for layout in layouts:
         make_disk(tmp_path, layout=layout).close()
     mine = make_disk(tmp_path, layout=layouts[0], load=False)
-    lock = directory._lock
+    lock = directory.lock_of
     started: list[DiskTier] = []
     starting = threading.Thread(
         target=lambda: started.append(make_disk(tmp_path, layout=layouts[1], load=False))
@@ -89,7 +89,7 @@ def test_an_engine_that_starts_while_another_looks_around_finds_its_own_director
             starting.join(0.2)  # it waits until the look around is over
         return held
 
-    monkeypatch.setattr(directory, "_lock", lock_and_dwell)
+    monkeypatch.setattr(directory, "lock_of", lock_and_dwell)
     mine.load_index()
     starting.join()
     assert [disk.directory.path.name for disk in (mine, *started)] == ["0", "0"]
