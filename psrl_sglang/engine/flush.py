@@ -56,6 +56,6 @@ def around_flush(
 
 
 def _tiers_stay(tree: VersionedTree) -> str:
-    if tree.tiers is None:
+    if tree.tier_store is None:
         return ""
     return " DRAM, disk and remote keep theirs, under its versions; /psrl/v1/retire drops one."

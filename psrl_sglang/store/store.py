@@ -64,6 +64,7 @@ class KVStore:
         self.disk = lower.disk
         self.remote = lower.remote
         self._save_unfull_chunk = lower.save_unfull_chunk
+        self._first_pool = layout.pools[0].name
         queue_chunks = max(1, arena.slots // 4)
         self._writers: list[_Writer] = []
         self._indexing: threading.Thread | None = None
@@ -82,9 +83,10 @@ class KVStore:
         return self.disk is not None or self.remote is not None
 
     def commit(self, reservation: Reservation) -> None:
-        """Make the pages visible and send what is complete on to the lower tiers."""
+        """Make the pages visible and send what is complete on to the lower tiers. The window of a sliding-window
+        pool ends anywhere, so its chunks are always complete."""
         for chunk in reservation.commit():
-            if self._save_unfull_chunk or self.dram.is_full(chunk):
+            if self._save_unfull_chunk or self.dram.is_full(chunk) or chunk.pool != self._first_pool:
                 for writer in self._writers:
                     writer.offer(chunk)
 
