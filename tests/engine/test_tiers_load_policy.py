@@ -21,6 +21,9 @@ from tier_support import (
     with_remote,
 )
 
+from psrl_sglang.engine.estimates import LoadOrRecompute
+from psrl_sglang.engine.gate import Gate
+
 pytestmark = pytest.mark.engine
 LENGTH = 2 * CHUNK + 90
 
@@ -209,3 +212,17 @@ def test_weights_that_change_while_a_request_waits_are_what_it_is_answered_with(
     assert remote.update_weights(models[1], version="1").success
     assert_nothing_held(remote)
     assert_books_hold(remote)
+
+
+def test_never_reads_nothing_ahead_on_several_ranks_either():
+    """They may not go by what each of them has in DRAM, but they agree on this."""
+
+    class Linker:
+        choice = LoadOrRecompute("never", 2048)
+
+        def missing(self, rid):
+            raise AssertionError(f"{rid} is looked up")
+
+    gate = Gate(None, Linker(), wait_s=1.0, ranks=2)  # type: ignore[arg-type]
+    gate.on_arrival("request")
+    assert gate.is_open("request")
