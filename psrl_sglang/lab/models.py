@@ -181,7 +181,9 @@ class Cohere2(Preset):
 
     @property
     def deviation(self) -> float:
-        return 4 * _DEVIATION  # else the embedding, which is the output head too, repeats the last token for ever
+        return (
+            4 * _DEVIATION
+        )  # else the embedding, which is the output head too, repeats the last token for ever
 
     def _own_config(self) -> dict[str, Any]:
         is_full = [(layer + 1) % self.period == 0 for layer in range(self.layers)]

@@ -125,7 +125,7 @@ class Running:
         return Generation(
             output_ids=tuple(self._last["output_ids"]),
             logprobs=tuple(entry[0] for entry in meta.get("output_token_logprobs") or ()),
-            cached_tokens=meta["cached_tokens"],
+            cached_tokens=meta.get("cached_tokens", 0),  # none when it was aborted while it waited
             meta_info=meta,
         )
 
