@@ -162,6 +162,20 @@ def _wrong_remote(config: PsrlConfig) -> list[str]:
     return []
 
 
+def require_page_hash() -> None:
+    """SGLang hashes pages with an extension that it compiles at the first use: have that now, and not under the
+    first request. Ends the process where it cannot be had, which would end it then."""
+    from sglang.srt.mem_cache.utils import get_hash_str
+
+    try:
+        get_hash_str([0], page_size=1)
+    except RuntimeError as error:
+        refuse(
+            f"{LMCACHE}.enable: true needs SGLang's page hash, which cannot be built here: {error.__cause__ or error}. "
+            "Install a C++ compiler, ninja and the headers of OpenSSL"
+        )
+
+
 def open_store(
     config: PsrlConfig,
     layout: KVLayout,

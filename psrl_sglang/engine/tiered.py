@@ -13,7 +13,7 @@ from psrl_sglang.engine.geometry import kv_layout
 from psrl_sglang.engine.hicache_tree import HiCacheTree
 from psrl_sglang.engine.linker import PsrlLinker
 from psrl_sglang.engine.tier_metrics import TierMirror
-from psrl_sglang.engine.tier_start import open_store
+from psrl_sglang.engine.tier_start import open_store, require_page_hash
 from psrl_sglang.engine.tiers import Tiers
 from psrl_sglang.store.store import KVStore
 
@@ -31,6 +31,7 @@ class TieredTree(HiCacheTree):
         if not isinstance(cache_linker, PsrlLinker):
             super().init_cache_linker(cache_linker)
             return
+        require_page_hash()
         settings = self.psrl_settings
         config = settings.config
         rank, ranks = self._rank_of_tier_group()

@@ -11,7 +11,6 @@ from support import (
     Running,
     assert_books_hold,
     assert_same,
-    counters,
     idle,
     post_ok,
     prompt,
@@ -72,10 +71,6 @@ def in_dram_only(server, seed, length=601):
 
 def abort(server, rid):
     server.post("/abort_request", {"rid": rid}).raise_for_status()
-
-
-def hits(server, tier):
-    return total(server, "hit_tokens", tier=tier)
 
 
 def test_a_failed_load_is_a_503_for_its_request_and_the_next_one_is_answered(server, faults):
@@ -168,11 +163,11 @@ def test_row_12_abort_while_loading(server, faults):
 def test_row_12_abort_while_offloading_and_decoding(server, faults):
     asked = prompt(4070, 301)
     faults.set(offload_s=0.3)
-    request = Running(server, asked, 200, rid="offloads")
+    request = Running(server, asked, 100, rid="offloads")
     request.wait_tokens(40)
     abort(server, "offloads")
     said = list(request.result().output_ids)
-    assert 40 <= len(said) < 200
+    assert 40 <= len(said) < 100
     faults.set()
     settle(server)
     whole = asked + said
@@ -184,52 +179,47 @@ def test_row_12_abort_while_offloading_and_decoding(server, faults):
 
 
 def test_running_decodes_are_in_dram_before_they_end(server):
-    asked = prompt(4080, 33)
-    request = Running(server, asked, 200)
     pages = tier_status(server)["tiers"]["dram"]["pages"]
-    request.wait_tokens(90)
+    request = Running(server, prompt(4080, 33), 100)
+    request.wait_tokens(70)
     server.pause("in_place")
     settle(server)
     assert tier_status(server)["tiers"]["dram"]["pages"] - pages >= (33 + 64) // 16
     assert not idle(server)
     server.resume()
-    assert len(request.result().output_ids) == 200
+    assert len(request.result().output_ids) == 100
 
 
 def test_a_paused_and_retracted_request_goes_on_from_dram(server, faults):
     asked = prompt(4090, 301)
-    whole = server.generate(asked, 150)
+    whole = server.generate(asked, 60)
     server.overwrite_pool()
     faults.set(offload_s=0.02)
-    request = Running(server, asked, 150)
-    request.wait_tokens(80)
+    # With log-probabilities SGLang computes everything behind the prompt anew.
+    request = Running(server, asked, 60, return_logprob=False)
+    request.wait_tokens(40)
     server.pause("retract")
-    before = {tier: hits(server, tier) for tier in ("device", "dram")}
-    said = server.flush_cache()
-    print(
-        "FLUSH",
-        said,
-        status(server)["device"],
-        tier_status(server)["tiers"]["dram"],
-        tier_status(server)["queues"],
-    )
+    loaded = total(server, "hit_tokens", tier="dram")
+    assert server.flush_cache()
+    assert status(server)["device"]["evictable_tokens"] == 0
     server.resume()
-    answer = request.result()
-    print(answer.meta_info, {tier: hits(server, tier) - before[tier] for tier in before})
-    assert_same(answer, whole)
-    assert hits(server, "dram") - before["dram"] >= 301 + 80 - 16
+    assert request.result().output_ids == whole.output_ids
+    assert total(server, "hit_tokens", tier="dram") - loaded >= 301 + 40 - 16
 
 
-def test_retraction_for_want_of_memory_saves_what_was_decoded(server, faults):
-    asked = [prompt(4100 + number, 150) for number in range(4)]
-    alone = [server.generate(each, 200) for each in asked]
-    server.overwrite_pool()
+def test_requests_retracted_for_want_of_memory_go_on_from_dram(server, faults):
+    asked = [prompt(4100 + number, 120) for number in range(5)]
     faults.set(offload_s=0.02, layer_s=0.02)
-    saved = counters(server)["retract_saved_tokens"]
-    running = [Running(server, each, 200) for each in asked]  # 1,400 tokens at the end, in a pool of 1,024
-    for request, expected in zip(running, alone, strict=True):
-        assert_same(request.result(), expected)
-    assert counters(server)["retract_saved_tokens"] > saved
+    loaded = total(server, "hit_tokens", tier="dram")
+    # 1,150 tokens at the end, in a pool of 1,024.
+    running = [Running(server, each, 110, return_logprob=False) for each in asked]
+    answers = [request.result() for request in running]
+    retracted = [answer for answer in answers if answer.meta_info["num_retractions"]]
+    assert retracted
+    assert total(server, "hit_tokens", tier="dram") > loaded
+    faults.set()
+    for each, answer in zip(asked, answers, strict=True):
+        assert server.generate(each, 110).output_ids == answer.output_ids
 
 
 def test_rows_11_to_13_stress_of_64_requests_with_random_aborts(server, faults, fresh):
