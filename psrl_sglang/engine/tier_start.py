@@ -171,8 +171,8 @@ def require_page_hash() -> None:
         get_hash_str([0], page_size=1)
     except RuntimeError as error:
         refuse(
-            f"{LMCACHE}.enable: true needs SGLang's page hash, which cannot be built here: {error.__cause__ or error}. "
-            "Install a C++ compiler, ninja and the headers of OpenSSL"
+            f"{LMCACHE}.enable: true needs SGLang's page hash, which cannot be built here: "
+            f"{error.__cause__ or error}. Install a C++ compiler, ninja and the headers of OpenSSL"
         )
 
 

@@ -9,13 +9,14 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components import LinkerTransferPhase
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinkerWrapper
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 
 from psrl_sglang.engine.gate import Gate
 from psrl_sglang.engine.linker import Place, PsrlLinker
 from psrl_sglang.engine.tier_metrics import count_hits
-from psrl_sglang.keys import KEY_BYTES
+from psrl_sglang.keys import KEY_BYTES, count
 from psrl_sglang.namespace import split_salt
 from psrl_sglang.store.chunk import Wanted
 
@@ -124,14 +125,34 @@ class Tiers(UnifiedCacheLinkerWrapper):
         node = core.node_by_id(req.last_node)
         hashes = node.get_prefix_hash_values(node)
         with self.linker.store.dram.lease(self.linker.keys("kv", hashes, tag)) as lease:
-            held = torch.tensor([lease.pages], dtype=torch.int64)
-        self.tree._all_reduce_attn_groups(held, torch.distributed.ReduceOp.MIN)
-        end = len(hashes)
-        while node.parent is not None and end > int(held.item()):
-            if node.write_through_pending_id is None:
-                node.external_cache_stored = False
+            held = lease.pages
+        path, whole, end = [], [], len(hashes)
+        while node.parent is not None:
+            path.append(node)
+            whole.append(int(end <= held and self._has_windows_of(node, tag)))
             end -= len(node.hash_value)
             node = node.parent
+        agreed = torch.tensor(whole, dtype=torch.int)
+        self.tree._all_reduce_attn_groups(agreed, torch.distributed.ReduceOp.MIN)
+        for node, is_whole in zip(path, agreed.tolist(), strict=True):
+            if not is_whole and node.write_through_pending_id is None:
+                node.external_cache_stored = False
+
+    def _has_windows_of(self, node: Any, tag: str) -> bool:
+        """Whether DRAM has what the device has of a node in pools that keep windows. Counts as a use too."""
+        transfers = [
+            transfer
+            for component in self._components[1:]  # the first one is the KV of all tokens
+            if (transfer := component.build_external_linker_transfer(LinkerTransferPhase.OFFLOAD, node, None))
+        ]
+        for transfer in self.linker.group.resolve_transfers(
+            transfers, allow_partial=True, allow_missing_kv=True
+        ):
+            keys = self.linker.keys(str(transfer.name), list(transfer.keys or ()), tag)
+            with self.linker.store.dram.lease(keys) as lease:
+                if lease.pages < count(keys):
+                    return False
+        return True
 
     def checkpoint_decodes(self, reqs: list[Req]) -> None:
         """Publish, and so offload, what running requests have decoded, every so many tokens of each."""

@@ -33,8 +33,8 @@ class Faults:
 
         ``layer_s``, ``offload_s``, ``read_s``: longest random delay of a layer of a load, of an offload, of a read
         from disk. ``fail_layer``: the layer at which loads fail. ``fail_offload``: all of them.
-        ``forget_from``: DRAM loses what is from this page on before each look-up; ``forget_at_load``: everything,
-        between look-up and load.
+        ``forget_from``: DRAM loses what is from this page on before each look-up, where ``forget_pool`` is named of
+        that pool only; ``forget_at_load``: everything, between look-up and load.
         """
         staged = self.directory / "staged"
         staged.write_text(json.dumps({"all" if rank is None else str(rank): faults}))
@@ -86,7 +86,9 @@ def register() -> None:
             page = control(rank).get("forget_from")
             if page is not None:
                 index = store.dram.index
+                pool = control(rank).get("forget_pool")
                 chunks = [chunk for tag in index.tags() for chunk in index.of_tag(tag) if chunk.start >= page]
+                chunks = [chunk for chunk in chunks if pool in (None, chunk.pool)]
                 store.dram.drop(chunks, "test")
             return looked_up(rid, transfers)
 

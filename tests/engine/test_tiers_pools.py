@@ -1,6 +1,7 @@
 """Models whose KV is not K and V of every layer: latent attention, and sliding windows in a pool of their own."""
 
 import pytest
+from fault_plugin import Faults
 from support import NAMED, assert_books_hold, assert_same, post_ok, prompt
 from tier_support import (
     NEW_TOKENS,
@@ -33,22 +34,24 @@ def pooled_models(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["mla", "swa"])
 def pooled(request, server_factory, pooled_models, tmp_path_factory):
-    """A server of one kind of pool, and how to start another one on its disk."""
+    """A server of one kind of pool, how to start another one on its disk, and its faults."""
     disk = tmp_path_factory.mktemp("disk")
     settings = with_disk(disk, save_unfull_chunk=True, sglang=RUN)
     # A small pool is overwritten quickly.
     args = (*NAMED, "--max-total-tokens", "2048", "--chunked-prefill-size", str(CHUNK))
 
+    faults = Faults(tmp_path_factory.mktemp("faults"))
+
     def start():
-        return server_factory(pooled_models(request.param, 1), args=args, psrl_config=settings)
+        return server_factory(pooled_models(request.param, 1), args=args, psrl_config=settings, env=faults.env)
 
     server = start()
-    yield request.param, server, start
+    yield request.param, server, start, faults
     server.stop(grace_s=0.0)
 
 
 def test_a_host_hit_equals_a_device_hit(pooled):
-    preset, server, _ = pooled
+    preset, server, _, _ = pooled
     asked = prompt(2000, 701)
     stored(server, asked)
     assert tier_status(server)["layout"].split("pools=")[1].count(",") == (preset == "swa")
@@ -60,7 +63,7 @@ def test_a_host_hit_equals_a_device_hit(pooled):
 
 
 def test_generated_tokens_are_reused_from_dram(pooled):
-    _, server, _ = pooled
+    _, server, _, _ = pooled
     asked = prompt(2001, 200)
     whole = asked + list(stored(server, asked, 72).output_ids)
     device = server.generate(whole, NEW_TOKENS)
@@ -72,7 +75,7 @@ def test_generated_tokens_are_reused_from_dram(pooled):
 
 def test_a_shared_prefix_is_restored_where_its_last_window_was_stored(pooled):
     """KV of a window is stored at the end of a chunk, a prompt or an answer, and nowhere else."""
-    preset, server, _ = pooled
+    preset, server, _, _ = pooled
     asked = prompt(2002, 701)
     stored(server, asked)
     for at, end in ((600, 2 * CHUNK), (352, CHUNK)):
@@ -83,8 +86,23 @@ def test_a_shared_prefix_is_restored_where_its_last_window_was_stored(pooled):
         assert_same(server.generate(other, NEW_TOKENS), hit)
 
 
+def test_what_dram_has_lost_of_one_pool_is_offloaded_again_from_the_device(pooled):
+    preset, server, _, faults = pooled
+    asked = prompt(2005, 701)
+    stored(server, asked)
+    device = server.generate(asked, NEW_TOKENS)
+    settle(server)
+    faults.set(forget_from=0, forget_pool="swa" if preset == "swa" else "kv")
+    longer = server.generate([*asked, *prompt(2006, 40)], NEW_TOKENS)
+    assert cached_from(longer)["device"] >= 688
+    faults.set()
+    settle(server)
+    server.overwrite_pool()
+    assert_hit(server, asked, device, "host")
+
+
 def test_versions_are_kept_apart(pooled, pooled_models):
-    preset, server, _ = pooled
+    preset, server, _, _ = pooled
     asked = prompt(2010, 701)
     old = stored(server, asked)
     old = server.generate(asked, NEW_TOKENS)
@@ -100,7 +118,7 @@ def test_versions_are_kept_apart(pooled, pooled_models):
 
 
 def test_disk_is_warm_after_a_restart(pooled):
-    _, server, start = pooled
+    _, server, start, _ = pooled
     asked = prompt(2020, 701)
     stored(server, asked)
     device = server.generate(asked, NEW_TOKENS)
