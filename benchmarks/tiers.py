@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import statistics
 import tempfile
 import time
@@ -130,6 +131,15 @@ def bandwidth(server: Server) -> dict[str, float]:
     return {way: total["bytes", way] / total["seconds", way] for way in ("store", "load")}
 
 
+def token_bytes(server: Server) -> int:
+    """KV of one token, all layers, as the engine says it stores it."""
+    layout = server.get("/psrl/v1/status").json()["tiers"]["layout"]
+    page_tokens, page_bytes = (re.search(rf"\b{name}=(\d+)", layout) for name in ("page", "kv"))
+    assert page_tokens is not None
+    assert page_bytes is not None
+    return int(page_bytes[1]) // int(page_tokens[1])
+
+
 def report(hits: Times, overlap: Times, misses: Times, names: list[str]) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for name in names:
@@ -194,9 +204,12 @@ def main() -> None:
         hits = measure_hits(servers, tiers, options.repeats, source)
         overlap = measure_overlap(servers["psrl"], options.repeats, source)
         rows = report(hits, overlap, misses, list(servers))
-        rows.append(
-            {f"dram_{way}_gb_per_s": round(rate / 1e9, 2) for way, rate in bandwidth(servers["psrl"]).items()}
-        )
+        rates = bandwidth(servers["psrl"])
+        rows.append({f"dram_{way}_gb_per_s": round(rate / 1e9, 2) for way, rate in rates.items()})
+        if options.lmcache is not None:
+            theirs = {way: rate * token_bytes(servers["psrl"]) for way, rate in peer.tokens_per_s().items()}
+            rows.append({f"lmcache_{way}_gb_per_s": round(rate / 1e9, 2) for way, rate in theirs.items()})
+            rows.append({f"{way}_over_lmcache": round(rates[way] / rate, 2) for way, rate in theirs.items()})
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     if options.json is not None:

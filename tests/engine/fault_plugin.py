@@ -32,7 +32,7 @@ class Faults:
         """Replace every fault; without a rank they are every rank's.
 
         ``layer_s``, ``offload_s``, ``read_s``: longest random delay of a layer of a load, of an offload, of a read
-        from disk. ``fail_layer``: the layer at which loads fail. ``fail_offload``: all of them.
+        from disk. ``fail_layer``: the layer at which loads fail. ``fail_offload``, ``fail_read``: all of them.
         ``forget_from``: DRAM loses what is from this page on before each look-up, where ``forget_pool`` is named of
         that pool only; ``forget_at_load``: everything, between look-up and load.
         """
@@ -107,8 +107,9 @@ def register() -> None:
 
             def slow_read(*args: Any) -> bool:
                 note("reads")
-                pause(control(rank).get("read_s", 0))
-                return read(*args)
+                told = control(rank)
+                pause(told.get("read_s", 0))
+                return not told.get("fail_read") and read(*args)
 
             store.disk.read = slow_read
 

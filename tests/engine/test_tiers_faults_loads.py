@@ -260,6 +260,28 @@ def test_running_decodes_are_in_dram_every_so_many_tokens(make):
     engine.check_quiet()
 
 
+def test_row_18_a_rank_whose_offloads_are_done_saves_no_more_than_one_whose_are_not(make):
+    """What the ranks agreed on decides, not how far this one's threads are."""
+    engine = make(sglang={"decode_checkpoint_tokens": 8})
+    req = engine.request(tokens(1, 40))
+    assert engine.admit(req)
+    engine.generate(req, tokens(2, 9))
+    engine.tree.tiers.checkpoint_decodes(engine.running)
+    assert req.kv.cache_protected_len == 48
+    assert engine.linker.settle_offloads(10)
+    assert engine.linker.waiting_offloads == 0
+    engine.generate(req, tokens(3, 9))
+    engine.tree.tiers.checkpoint_decodes(engine.running)
+    assert req.kv.cache_protected_len == 48
+    assert engine.tree.has_pending_cache_operations()
+    engine.settle()
+    assert not engine.tree.has_pending_cache_operations()
+    engine.tree.tiers.checkpoint_decodes(engine.running)
+    assert req.kv.cache_protected_len == 56
+    engine.finish(req)
+    engine.check_quiet()
+
+
 def test_without_save_decode_cache_generated_tokens_stay_until_they_are_a_prompt(make):
     engine = make(lmcache={"save_decode_cache": False})
     asked, said = tokens(1, 39), tokens(2, 14)

@@ -92,13 +92,14 @@ def test_what_dram_has_lost_of_one_pool_is_offloaded_again_from_the_device(poole
     stored(server, asked)
     device = server.generate(asked, NEW_TOKENS)
     settle(server)
-    faults.set(forget_from=0, forget_pool="swa" if preset == "swa" else "kv")
+    faults.set(forget_from=0, forget_pool="swa" if preset == "swa" else "kv", fail_read=True)
     longer = server.generate([*asked, *prompt(2006, 40)], NEW_TOKENS)
     assert cached_from(longer)["device"] >= 688
-    faults.set()
+    faults.set(fail_read=True)  # else the rest would come from disk
     settle(server)
     server.overwrite_pool()
     assert_hit(server, asked, device, "host")
+    faults.set()
 
 
 def test_versions_are_kept_apart(pooled, pooled_models):

@@ -2,11 +2,12 @@
 
 import pytest
 from fault_plugin import Faults
-from support import NAMED, Running, assert_books_hold, assert_same, prompt, wait_until
+from support import NAMED, Running, assert_books_hold, assert_same, prompt, status, wait_until
 from tier_support import (
     NEW_TOKENS,
     assert_hit,
     assert_nothing_held,
+    cached_from,
     settle,
     stored,
     tier_status,
@@ -14,6 +15,7 @@ from tier_support import (
     with_disk,
 )
 
+from psrl_sglang.lab.models import make_model
 from psrl_sglang.lab.servers import ServerError
 
 pytestmark = pytest.mark.engine
@@ -27,12 +29,13 @@ def faults(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def start(server_factory, faults, tmp_path_factory):
-    options = {"namespace": "run", "read_ahead_timeout_s": 30.0}
+    options = {"namespace": "run", "read_ahead_timeout_s": 30.0, "decode_checkpoint_tokens": 16}
     behind = with_disk(tmp_path_factory.mktemp("disk"), chunks=128, save_unfull_chunk=True, sglang=options)
     args = (*NAMED, "--tp-size", "2", "--max-total-tokens", str(POOL_TOKENS))
     # SGLang checks, where it can, that the ranks decide alike.
     env = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1", "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1"}
-    return lambda settings=behind: server_factory(args=args, psrl_config=settings, env={**faults.env, **env})
+    env |= faults.env
+    return lambda settings=behind, model=None: server_factory(model, args=args, psrl_config=settings, env=env)
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +47,7 @@ def shared(start):
 def server(shared, faults):
     yield shared
     faults.set()
+    unlock(shared)
     assert_nothing_held(shared)
     assert_books_hold(shared)
 
@@ -53,6 +57,11 @@ def in_dram_only(server, seed, length=601):
     answer = stored(server, asked)
     server.overwrite_pool()
     return asked, answer
+
+
+def unlock(server):
+    """Until what was offloaded is acknowledged by both ranks; the status tells the queues of the first one."""
+    wait_until(lambda: status(server)["device"]["locked_tokens"] == 0, "nothing is locked")
 
 
 def test_what_one_rank_has_lost_is_loaded_by_neither(start, faults):
@@ -76,15 +85,36 @@ def test_a_load_that_fails_on_one_rank_is_a_503_on_both_and_the_next_one_is_answ
     assert_same(again, answer)
 
 
+def test_what_one_rank_loses_between_look_up_and_load_is_computed_by_both(server, faults):
+    asked, answer = in_dram_only(server, 702)
+    faults.set(rank=1, forget_at_load=True)
+    again = server.generate(asked, NEW_TOKENS)
+    assert again.cached_tokens == 0
+    assert_same(again, answer)
+
+
+def test_running_decodes_are_saved_alike_by_ranks_of_different_speed(server, faults):
+    asked = prompt(730, 65)
+    faults.set(rank=1, offload_s=0.4)
+    whole = [*asked, *server.generate(asked, 55).output_ids]
+    faults.set()
+    unlock(server)
+    assert_books_hold(server)
+    server.overwrite_pool()
+    again = server.generate(whole, NEW_TOKENS)
+    assert cached_from(again)["host"] == 112
+    assert_same(server.generate(whole, NEW_TOKENS), again)
+
+
 def test_row_18_ranks_of_different_speed_decide_alike(server, faults):
     known = [in_dram_only(server, seed, 321) for seed in range(710, 716)]
-    faults.set(rank=1, layer_s=0.02, offload_s=0.1, read_s=0.1)
+    faults.set(rank=1, layer_s=0.02, offload_s=0.1, read_s=0.1, forget_from=0)
+    read = faults.seen("reads")
     running = [Running(server, asked, NEW_TOKENS) for asked, _ in known for _ in range(2)]
     answers = [request.result() for request in running]
     for (_, answer), one, other in zip(known, answers[::2], answers[1::2], strict=True):
         assert one.output_ids == other.output_ids == answer.output_ids
-    faults.set()
-    settle(server)
+    assert faults.seen("reads") > read
 
 
 def test_a_restart_finds_the_disks_of_both_ranks(shared, start, faults):
@@ -97,3 +127,24 @@ def test_a_restart_finds_the_disks_of_both_ranks(shared, start, faults):
     assert_hit(second, asked, answer, "storage")
     assert_nothing_held(second)
     assert_books_hold(second)
+
+
+def test_ranks_that_keep_the_same_kv_share_their_disk(start, tmp_path):
+    """Latent KV is the same on every rank, and so are its files."""
+    options = {"sglang": {"namespace": "run", "read_ahead_timeout_s": 30.0}, "save_unfull_chunk": True}
+    settings, model = (
+        with_disk(tmp_path / "disk", **options),
+        make_model(tmp_path / "mla", seed=1, preset="mla"),
+    )
+    server = start(settings, model)
+    asked, _ = in_dram_only(server, 740)
+    device = server.generate(asked, NEW_TOKENS)
+    assert cached_from(device)["host"] == 592
+    settle(server)
+    server.stop(grace_s=10.0)
+    second = start(settings, model)
+    wait_until(lambda: tier_status(second)["tiers"]["disk"]["index_loaded"], "the index is there")
+    assert_hit(second, asked, device, "storage")
+    assert_nothing_held(second)
+    assert_books_hold(second)
+    second.stop(grace_s=0.0)
