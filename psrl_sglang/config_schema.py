@@ -183,6 +183,40 @@ class SGLangSettings(_Section):
     command_timeout_s: float = _setting(
         10.0, "a number of seconds > 0", "Longest wait for a command to the scheduler.", gt=0
     )
+    instance_id: Text = _setting(
+        "",
+        "a name, or empty for host:port of the server",
+        "What the controller and other engines call this engine.",
+        pattern=r"^[^\s@/]*$",
+    )
+    move_host: FilledText = _setting(
+        "127.0.0.1",
+        "a host name or address of this machine",
+        "Where the move worker listens, and what it tells others to dial.",
+    )
+    move_port: int = _setting(
+        0,
+        "a whole number from 0 to 65535 (0 = any free ones)",
+        "First port of the move workers: two for each rank.",
+        ge=0,
+        le=65535,
+    )
+    moves_at_once: int = _setting(
+        4, "a whole number from 1 to 64", "Most moves out of one rank at a time.", ge=1, le=64
+    )
+    move_policy: LoadPolicy = _setting(
+        "auto",
+        "auto, always, never, or a whole number of tokens > 0",
+        "When KV is taken from another engine rather than recomputed.",
+    )
+    secret_file: FilledText | None = _setting(
+        None,
+        "a path, or null",
+        "File with the secret of the fleet's workers; PSRL_SECRET does as well.",
+    )
+    heartbeat_s: float = _setting(
+        5.0, "a number of seconds > 0", "Interval of a move worker's reports to the controller.", gt=0
+    )
 
 
 class PsrlConfig(BaseModel):

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 from psrl_sglang.engine.copier import Copier, make_copier
 from psrl_sglang.engine.estimates import LoadOrRecompute
 from psrl_sglang.engine.geometry import PoolGeometry, build_pool_group, pool_geometry
-from psrl_sglang.engine.windows import complete_at, lease_everywhere, worth_reading
+from psrl_sglang.store.windows import complete_at, lease_everywhere, worth_reading
 from psrl_sglang.keys import count, page_keys, pool_salt
 from psrl_sglang.store.chunk import Wanted
 from psrl_sglang.store.dram import Lease, Reservation

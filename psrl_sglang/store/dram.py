@@ -119,6 +119,8 @@ class DramTier:
         self.lock = threading.RLock()
         self._dead_rank = dead_rank
         self._stats = stats
+        # Told, under the lock, of each chunk that grew (True) or goes (False).
+        self.watch: Callable[[bool, Chunk], None] | None = None
         self._pending: dict[bytes, Chunk] = {}
         self._growing: dict[Chunk, _Growth] = {}
         self._leases: weakref.WeakSet[Lease] = weakref.WeakSet()
@@ -372,6 +374,8 @@ class DramTier:
 
     def _evict(self, chunk: Chunk, reason: str) -> int:
         pages = chunk.pages
+        if self.watch is not None:
+            self.watch(False, chunk)
         self.index.remove(chunk)
         self.arena.give(chunk.place)
         self._stats.add("evicted_pages", pages, tier="dram", reason=reason)
@@ -389,6 +393,8 @@ class DramTier:
                 else:
                     self.index.extend(chunk, run)
                     grown.append(chunk)
+                    if self.watch is not None:
+                        self.watch(True, chunk)
             for write in reversed(lost):
                 self._give_back(write.chunk)
             self.index.touch([Piece(chunk, 0, chunk.pages) for chunk in grown])

@@ -1,0 +1,1 @@
+"""Moving KV between engines: wire messages, the worker of a rank, transports. Imports no engine."""

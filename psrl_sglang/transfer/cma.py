@@ -1,0 +1,131 @@
+"""Between processes of one host: the destination copies straight out of the source's memory.
+
+Cross Memory Attach, process_vm_readv(2). The destination does the copying, so nothing can land late. It needs one
+PID namespace and the permission to trace the source: the same user, and where Yama is on (scope 1) the source
+allows it for itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from psrl_sglang.store.arena import Arena
+from psrl_sglang.transfer.link import Deadline, Link, TransferError
+from psrl_sglang.transfer.transport import TransportUnusable
+
+_PR_SET_PTRACER = 0x59616D61
+_ANY = ctypes.c_ulong(-1)
+_TOKEN_BYTES = 32
+
+
+class CmaOffer(msgspec.Struct, frozen=True):
+    """Where a process keeps a random number: who reads it there reads the right process."""
+
+    host: str
+    pid: int
+    token_address: int
+    token: bytes
+
+
+class Addresses(msgspec.Struct, tag="addresses", frozen=True):
+    """Of all pieces, as little-endian 64-bit numbers."""
+
+    addresses: bytes
+
+
+class CmaTransport:
+    name = "cma"
+    is_one_sided = False
+
+    def __init__(self, arena: Arena) -> None:
+        self._library = ctypes.CDLL(None, use_errno=True)
+        try:
+            self._read = self._library.process_vm_readv
+        except AttributeError:
+            raise TransportUnusable("this system has no process_vm_readv") from None
+        number, pointer = ctypes.c_ulong, ctypes.c_void_p
+        self._read.argtypes = [ctypes.c_int, pointer, number, pointer, number, number]
+        self._read.restype = ctypes.c_ssize_t
+        self._library.prctl(_PR_SET_PTRACER, _ANY, 0, 0, 0)  # refused, harmlessly, where there is no Yama
+        self._token = np.frombuffer(os.urandom(_TOKEN_BYTES), dtype=np.uint8)
+        mine = CmaOffer(_host(), os.getpid(), self._token.ctypes.data, self._token.tobytes())
+        self._offer = msgspec.msgpack.encode(mine)
+        self.accept(self._offer)  # itself: where even that is forbidden nothing will work
+
+    def offer(self) -> bytes:
+        return self._offer
+
+    def accept(self, offer: bytes) -> None:
+        theirs = _decode(offer)
+        if theirs.host != _host():
+            raise TransportUnusable("another host or PID namespace")
+        seen = np.zeros(_TOKEN_BYTES, dtype=np.uint8)
+        try:
+            self._copy(theirs.pid, theirs.token_address, seen.data)
+        except TransferError as error:
+            raise TransportUnusable(str(error)) from error
+        if seen.tobytes() != theirs.token:
+            raise TransportUnusable(f"process {theirs.pid} is another one")
+
+    def connect(self, peer: str, offer: bytes) -> None:
+        if _decode(offer).host != _host():
+            raise TransportUnusable("another host or PID namespace")
+
+    def send(
+        self, link: Link, way: None, pieces: Sequence[memoryview], places: Sequence[int], deadline: Deadline
+    ) -> None:
+        addresses = np.array([_address(piece) for piece in pieces], dtype="<u8")
+        link.send(Addresses(addresses.tobytes()), deadline)
+
+    def receive(
+        self, link: Link, offer: bytes, pieces: Sequence[memoryview], deadline: Deadline
+    ) -> Iterator[int]:
+        pid = _decode(offer).pid
+        data = link.receive(Addresses, deadline).addresses
+        if len(data) != 8 * len(pieces):
+            raise TransferError(f"{len(data)} bytes of addresses for {len(pieces)} pieces")
+        for index, (piece, address) in enumerate(zip(pieces, np.frombuffer(data, dtype="<u8"), strict=True)):
+            deadline.require("copying")
+            self._copy(pid, int(address), piece)
+            yield index
+
+    def is_drained(self) -> bool:
+        return True
+
+    def forget(self, peer: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _copy(self, pid: int, address: int, into: memoryview) -> None:
+        at = 0
+        while at < len(into):
+            local = np.array([_address(into) + at, len(into) - at], dtype=np.uint64)
+            remote = np.array([address + at, len(into) - at], dtype=np.uint64)
+            got = self._read(pid, local.ctypes.data, 1, remote.ctypes.data, 1, 0)
+            if got <= 0:
+                error = ctypes.get_errno()
+                raise TransferError(f"process_vm_readv of process {pid}: {os.strerror(error)}")
+            at += got
+
+
+def _address(view: memoryview) -> int:
+    return np.frombuffer(view, dtype=np.uint8).ctypes.data
+
+
+def _host() -> str:
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return file.read().strip() + os.readlink("/proc/self/ns/pid")
+
+
+def _decode(offer: bytes) -> CmaOffer:
+    try:
+        return msgspec.msgpack.decode(offer, type=CmaOffer)
+    except msgspec.MsgspecError as error:
+        raise TransportUnusable(f"its offer: {error}") from error

@@ -1,0 +1,89 @@
+"""What source and destination say to each other about one move, on a link that is already made.
+
+    source                               destination
+    Offer(tag, runs of pages)      ->
+                                   <-    Grant(what is missing, and where it goes)
+    ... the bytes, as the transport does it ...
+    Commit(checksums)              ->
+                                   <-    Done(how much of the prefix is there now)
+
+Pages are named by SGLang's own hash, cut to 16 bytes, without the salt that each engine adds for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import xxhash
+
+from psrl_sglang.keys import count
+
+PIECE_BYTES = 2 << 20  # stays in a core's cache between its copy and its checksum
+
+
+class Run(msgspec.Struct, frozen=True, array_like=True):
+    """Consecutive pages of one pool that lie side by side at the source: ``digests``, 16 bytes each; ``start``
+    is the place of the first one in the sequence, in pages, and ``before`` the digest of the page before it, empty
+    at the start."""
+
+    pool: str
+    start: int
+    before: bytes
+    digests: bytes
+
+    @property
+    def pages(self) -> int:
+        return count(self.digests)
+
+
+class Offer(msgspec.Struct, tag="offer", frozen=True):
+    """``fingerprint``: of the checkpoint the source started with, where the tag is still that of its start.
+    ``limit_s``: what is left of the move's time. The runs of the first run's pool are the prefix, head first; those
+    of other pools follow."""
+
+    tag: str
+    fingerprint: str
+    limit_s: float
+    runs: list[Run]
+
+
+class Granted(msgspec.Struct, frozen=True, array_like=True):
+    """``pages`` of run ``run`` from its page ``first`` on, to be put at ``place`` in the destination's arena."""
+
+    run: int
+    first: int
+    pages: int
+    place: int
+
+
+class Grant(msgspec.Struct, tag="grant", frozen=True):
+    granted: list[Granted]
+
+
+class Commit(msgspec.Struct, tag="commit", frozen=True):
+    """xxh3 of every piece, 8 bytes each, in order."""
+
+    sums: bytes
+
+
+class Done(msgspec.Struct, tag="done", frozen=True):
+    """``present_pages`` of the prefix are at the destination; ``moved_pages`` of it came now."""
+
+    present_pages: int
+    moved_pages: int
+    reason: str = ""
+
+
+def cut(view: memoryview) -> Iterator[memoryview]:
+    """The pieces of one granted range: what is checked, and by some transports copied, at a time."""
+    for at in range(0, len(view), PIECE_BYTES):
+        yield view[at : at + PIECE_BYTES]
+
+
+def sums_of(pieces: Sequence[memoryview]) -> bytes:
+    return b"".join(checksum(piece) for piece in pieces)
+
+
+def checksum(piece: memoryview) -> bytes:
+    return xxhash.xxh3_64_digest(piece)

@@ -1,0 +1,239 @@
+"""NIXL (UCX): RDMA where there are cards for it, else shared memory or sockets. An optional extra.
+
+The source writes straight into the destination's arena. A NIXL request cannot be cancelled: given up, it may
+still be read at the source and still be written at the destination, so both keep the memory until it has ended
+(``is_drained``), or long enough. Peers of other NIXL versions do not understand each other and are refused.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from psrl_sglang.store.arena import Arena
+from psrl_sglang.transfer.link import Deadline, Link, PeerLost, TransferError
+from psrl_sglang.transfer.transport import TransportUnusable
+
+_BATCH_BYTES = 16 << 20  # one request: its post holds the agent's lock while it copies
+_PROGRESS_US = 50_000  # NIXL asks for 0, at which an idle agent burns a core; events wake the thread anyhow
+_LONGEST_PAUSE_S = 0.001
+_ENVIRONMENT = {
+    "UCX_TCP_CONN_NB": "y",  # else a peer that is silent blocks the agent for minutes
+    "UCX_LOG_FILE": "stderr",
+    "NIXL_LOG_LEVEL": "ERROR",
+}
+
+
+class NixlOffer(msgspec.Struct, frozen=True):
+    version: str
+    metadata: bytes
+    address: int
+    size_bytes: int
+
+
+class Written(msgspec.Struct, tag="written", frozen=True):
+    """The first ``pieces`` pieces have been written."""
+
+    pieces: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    agent: str
+    address: int
+    size_bytes: int
+
+
+class NixlTransport:
+    name = "nixl"
+    is_one_sided = True
+
+    def __init__(self, arena: Arena) -> None:
+        self._version, api = _load()
+        self._errors = _error_types(api)
+        self._lock = threading.RLock()
+        self._ways: dict[str, _Way] = {}
+        self._given_up: list[Any] = []
+        self._memory = arena.memory  # keeps the mapping for as long as it is registered
+        try:
+            self._agent = _make_agent(api)
+            self._registered = self._agent.register_memory([(arena.address, arena.size_bytes, 0, "")], "DRAM")
+            metadata = self._agent.get_agent_metadata()
+        except (*self._errors, RuntimeError) as error:
+            raise TransportUnusable(f"NIXL {self._version} does not start: {error}") from error
+        mine = NixlOffer(self._version, metadata, arena.address, arena.size_bytes)
+        self._offer = msgspec.msgpack.encode(mine)
+
+    def offer(self) -> bytes:
+        return self._offer
+
+    def accept(self, offer: bytes) -> None:
+        self._decode(offer)
+
+    def connect(self, peer: str, offer: bytes) -> _Way:
+        theirs = self._decode(offer)
+        with self._lock:
+            way = self._ways.get(peer)
+            if way is None:
+                try:
+                    agent = self._agent.add_remote_agent(theirs.metadata)
+                except self._errors as error:
+                    raise TransportUnusable(f"{type(error).__name__}: {error}") from error
+                name = agent.decode() if isinstance(agent, bytes) else agent
+                way = self._ways[peer] = _Way(name, theirs.address, theirs.size_bytes)
+            return way
+
+    def send(
+        self, link: Link, way: _Way, pieces: Sequence[memoryview], places: Sequence[int], deadline: Deadline
+    ) -> None:
+        batch: list[tuple[int, int, int]] = []
+        size = 0
+        for index, (piece, place) in enumerate(zip(pieces, places, strict=True)):
+            if not 0 <= place <= way.size_bytes - len(piece):
+                raise TransferError(f"{link.peer} grants {len(piece)} bytes at {place}, outside of its arena")
+            batch.append((np.frombuffer(piece, dtype=np.uint8).ctypes.data, way.address + place, len(piece)))
+            size += len(piece)
+            if size >= _BATCH_BYTES or index == len(pieces) - 1:
+                self._write(link, way, batch, deadline)
+                link.send(Written(index + 1), deadline)
+                batch, size = [], 0
+
+    def receive(
+        self, link: Link, offer: bytes, pieces: Sequence[memoryview], deadline: Deadline
+    ) -> Iterator[int]:
+        done = 0
+        while done < len(pieces):
+            upto = link.receive(Written, deadline).pieces
+            if not done < upto <= len(pieces):
+                raise TransferError(f"{link.peer} says {upto} of {len(pieces)} pieces are written")
+            yield from range(done, upto)
+            done = upto
+
+    def is_drained(self) -> bool:
+        with self._lock:
+            self._given_up = [handle for handle in self._given_up if not self._has_ended(handle)]
+            return not self._given_up
+
+    def forget(self, peer: str) -> None:
+        with self._lock:
+            way = self._ways.pop(peer, None)
+            if way is not None:
+                try:
+                    self._agent.remove_remote_agent(way.agent)
+                except self._errors:
+                    pass  # NIXL dropped it by itself when the connection broke
+
+    def close(self) -> None:
+        with self._lock:
+            for peer in list(self._ways):
+                self.forget(peer)
+            if self.is_drained():
+                self._agent.deregister_memory(self._registered)
+
+    def _write(self, link: Link, way: _Way, batch: list[tuple[int, int, int]], deadline: Deadline) -> None:
+        with self._lock:
+            deadline.require(f"writing to {link.peer}")
+            local, remote = (
+                self._agent.get_xfer_descs([(row[side], row[2], 0) for row in batch], "DRAM") for side in (0, 1)
+            )
+            handle = None
+            try:
+                handle = self._agent.initialize_xfer("WRITE", local, remote, way.agent)
+                state = self._agent.transfer(handle)
+            except self._errors as error:
+                self._release(handle)
+                raise PeerLost(f"{link.peer}: {type(error).__name__}: {error}") from error
+        pause_s = 0.0
+        while state == "PROC":
+            try:
+                if not link.is_quiet():
+                    raise PeerLost(f"{link.peer} closed the connection")
+                deadline.require(f"writing to {link.peer}")
+            except TransferError:
+                with self._lock:
+                    self._given_up.append(handle)
+                raise
+            time.sleep(pause_s)
+            pause_s = min(pause_s + 5e-5, _LONGEST_PAUSE_S)
+            with self._lock:
+                try:
+                    state = self._agent.check_xfer_state(handle)
+                except self._errors as error:
+                    self._release(handle)
+                    raise PeerLost(f"{link.peer}: {type(error).__name__}: {error}") from error
+        self._release(handle)
+        if state != "DONE":
+            raise TransferError(f"a write to {link.peer} ended as {state}")
+
+    def _has_ended(self, handle: Any) -> bool:
+        try:
+            if self._agent.check_xfer_state(handle) == "PROC":
+                return False
+        except self._errors:
+            pass  # an error is an end
+        self._release(handle)
+        return True
+
+    def _release(self, handle: Any) -> None:
+        if handle is None:
+            return
+        with self._lock:
+            try:
+                self._agent.release_xfer_handle(handle)
+            except self._errors:
+                pass  # of a peer that is gone; NIXL has freed it
+
+    def _decode(self, offer: bytes) -> NixlOffer:
+        try:
+            theirs = msgspec.msgpack.decode(offer, type=NixlOffer)
+        except msgspec.MsgspecError as error:
+            raise TransportUnusable(f"its offer: {error}") from error
+        if theirs.version != self._version:
+            raise TransportUnusable(f"NIXL {theirs.version} there, {self._version} here")
+        return theirs
+
+
+def _load() -> tuple[str, Any]:
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    reasons = []
+    for package in ("nixl-cu12", "nixl-cu13"):
+        try:
+            return version(package), import_module(f"{package.replace('-', '_')}._api")
+        except PackageNotFoundError:
+            continue
+        except ImportError as error:
+            reasons.append(f"{package}: {error}")
+    raise TransportUnusable("; ".join(reasons) or "neither nixl-cu12 nor nixl-cu13 is installed")
+
+
+def _error_types(api: Any) -> tuple[type[Exception], ...]:
+    bindings = api.nixlBind
+    return tuple(
+        kind
+        for name in dir(bindings)
+        if isinstance(kind := getattr(bindings, name), type) and issubclass(kind, Exception)
+    )
+
+
+def _make_agent(api: Any) -> Any:
+    class Config(api.nixlBind.nixlAgentConfig):
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, _PROGRESS_US if name == "pthrDelay" else value)
+
+    theirs, api.nixlBind.nixlAgentConfig = api.nixlBind.nixlAgentConfig, Config
+    try:
+        strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT  # the default is not safe with threads
+        return api.nixl_agent(f"{os.getpid()}-{uuid.uuid4()}", api.nixl_agent_config(sync_mode=strict))
+    finally:
+        api.nixlBind.nixlAgentConfig = theirs
