@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from psrl_sglang.controller.cli import register as register_controller
 from psrl_sglang.lab.cli import register
 from psrl_sglang.store.cli import register as register_store
 
@@ -148,3 +149,4 @@ def main() -> None:
 # The commands of the model lab (`model`, `demo`) and of the store live beside what they run.
 register(app)
 register_store(app)
+register_controller(app)

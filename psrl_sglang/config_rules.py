@@ -26,10 +26,7 @@ class NotBuilt(NamedTuple):
 
 
 # Later releases shrink this table; docs/settings.md repeats it in its last column.
-NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt(LMCACHE, "enable_p2p", False, "direct moves between instances"),
-    NotBuilt(KV_TRANSFER, "enable", False, "moves at routing"),
-)
+NOT_BUILT: tuple[NotBuilt, ...] = (NotBuilt(KV_TRANSFER, "enable", False, "moves at routing"),)
 
 
 def broken_rules(config: PsrlConfig, unusable: frozenset[str] = frozenset()) -> list[Problem]:

@@ -140,6 +140,11 @@ class VersionLedger:
         """The installed state behind a tag's text, if this engine remembers it."""
         return self._tags.get(text)
 
+    def named(self, version: str) -> str | None:
+        """The tag other engines know ``version`` by, if it was installed here under that name. On any thread."""
+        text = str(Tag(version, namespace=self._namespace, lagging=not self.is_strict))
+        return text if text in self._orders else None
+
     def tags_of_version(self, version: str) -> tuple[str, ...]:
         """Every remembered tag of a version, its epochs included; empty when it was never installed here."""
         return tuple(text for text, tag in self._tags.items() if version in (tag.version, tag.label))

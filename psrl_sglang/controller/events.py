@@ -11,10 +11,6 @@ _MOST_WATCHERS = 64
 _QUEUE_EVENTS = 512
 
 
-class TooManyWatchers(Exception):
-    pass
-
-
 class Watcher:
     """``missed``: events that did not fit since the last `take`."""
 
@@ -53,11 +49,13 @@ class Feed:
     def watchers(self) -> int:
         return len(self._watchers)
 
+    @property
+    def is_full(self) -> bool:
+        """Another watcher should be turned away."""
+        return len(self._watchers) >= _MOST_WATCHERS
+
     @contextmanager
     def watch(self) -> Iterator[Watcher]:
-        """Raises `TooManyWatchers`."""
-        if len(self._watchers) >= _MOST_WATCHERS:
-            raise TooManyWatchers(f"{_MOST_WATCHERS} watch already")
         watcher = Watcher()
         self._watchers[id(watcher)] = watcher
         try:

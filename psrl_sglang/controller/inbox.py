@@ -126,7 +126,7 @@ def move_view(move: Move) -> dict[str, object]:
 
 
 def local_address(bound_host: str, peer_ip: str) -> str:
-    """Under which address a peer at ``peer_ip`` reaches a socket of this machine that is bound to ``bound_host``."""
+    """Under which address a peer at ``peer_ip`` reaches a socket of ours that is bound to ``bound_host``."""
     if bound_host not in _ANY_ADDRESS:
         return bound_host
     family = socket.AF_INET6 if ":" in peer_ip else socket.AF_INET

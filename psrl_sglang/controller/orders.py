@@ -111,8 +111,11 @@ class Orders:
 
     async def ask(self, workers: Sequence[Worker], message: wire.Message, timeout_s: float) -> list[Answer]:
         """The answers of all of them, in order."""
-        asks = [(worker.address, message) for worker in workers]
-        return await ask_all(self._context, asks, self._signer, timeout_s)
+        return await self.ask_each([(worker, message) for worker in workers], timeout_s)
+
+    async def ask_each(self, asks: Sequence[tuple[Worker, wire.Message]], timeout_s: float) -> list[Answer]:
+        addressed = [(worker.address, message) for worker, message in asks]
+        return await ask_all(self._context, addressed, self._signer, timeout_s)
 
     async def command(self, workers: Sequence[Worker], message: wire.Message, timeout_s: float) -> list[Answer]:
         """`ask`, where every rank must have done it. Raises `Refusal`."""

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from sglang.srt.managers import io_struct
-from sglang.srt.managers.io_struct import BaseReq
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from psrl_sglang.engine.command_types import PsrlCommand, PsrlReply
 from psrl_sglang.engine.pins import PinRefused
 from psrl_sglang.engine.updates import tree_of
 from psrl_sglang.namespace import compose_salt
@@ -29,39 +28,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PsrlCommand(BaseReq, kw_only=True):
-    """One operation. ``tokens``, ``extra_key`` and ``cache_salt`` name a prefix as ``/generate`` would;
-    ``version`` is a version string or label, None for the current one. ``grant`` names one granting of a pin,
-    so that the end of an old lease cannot end a newer pin of the same id."""
-
-    operation: str
-    tokens: list[int] = msgspec.field(default_factory=list)
-    extra_key: str | None = None
-    cache_salt: str | None = None
-    version: str | None = None
-    pin_id: str = ""
-    owner: str = ""
-    grant: str = ""
-
-
-class PsrlReply(BaseReq, kw_only=True):
-    """``status`` is an HTTP status; ``body`` is JSON."""
-
-    status: int
-    body: str
-
-
 class CommandRefused(ValueError):
     """A command that cannot be carried out; ``status`` is the HTTP status for it."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-
-
-def register_wire_types() -> None:
-    """Let this process decode the two types; needed in every process a command passes through."""
-    io_struct.hook_custom_types(PsrlCommand, PsrlReply)
 
 
 class CommandHandler:
@@ -78,7 +50,10 @@ class CommandHandler:
             "check": self._check,
         }
 
-    def __call__(self, command: PsrlCommand) -> PsrlReply:
+    def __call__(self, command: PsrlCommand) -> PsrlReply | None:
+        if command.operation == "export":  # of this engine's own move workers, who wait elsewhere
+            self._export(tree_of(self._scheduler), command)
+            return None
         try:
             body = self._operations[command.operation](tree_of(self._scheduler), command)
         except CommandRefused as refused:
@@ -136,6 +111,7 @@ class CommandHandler:
             },
             "counters": tree.versions.metrics.snapshot(),
             "tiers": tree.tier_status(),
+            "moves": tree.move_status(),
             "tree": type(tree).__name__,
             "tree_core": type(tree.tree_core).__name__,
         }
@@ -207,6 +183,19 @@ class CommandHandler:
             except AssertionError as error:
                 problems.append(f"SGLang's tree check: {error}")
         return {"ok": not problems, "problems": problems, "idle": idle}
+
+    @staticmethod
+    def _export(tree: VersionedTree, command: PsrlCommand) -> None:
+        tiers, moves = tree.tiers, tree.moves
+        if tiers is None or moves is None:
+            return
+        try:
+            key = RadixKey(array("q", command.tokens), command.extra_key, cache_salt=command.cache_salt)
+            tiers.export(key)
+        except (ValueError, TypeError, LookupError):
+            logger.exception("psrl: KV for a move could not be offloaded")
+        finally:
+            moves.exports.done(command.grant)
 
     def _tags(self, tree: VersionedTree, command: PsrlCommand) -> tuple[str, ...]:
         """The tags a command speaks of; for no version the window a request would use."""

@@ -93,6 +93,13 @@ class LoadOrRecompute:
                 return True
             return self._load.predict(tokens * self._bytes_per_token) < self._prefill.per_unit * tokens
 
+    def predict(self, tokens: int, size_bytes: int) -> tuple[float, float] | None:
+        """Seconds to compute so many tokens, and to load so many bytes; None while unknown."""
+        with self._lock:
+            if not (self._prefill.is_known and self._load.is_known):
+                return None
+            return self._prefill.per_unit * tokens, self._load.predict(size_bytes)
+
     def status(self) -> dict[str, Any]:
         with self._lock:
             prefill, load = self._prefill, self._load

@@ -31,11 +31,11 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from psrl_sglang.engine.hicache_pages import HostCopier, HostPool
 from psrl_sglang.engine.tagbook import TagBook
-from psrl_sglang.store.windows import complete_at
 from psrl_sglang.keys import KEY_BYTES, count, key_at, page_keys, pool_salt
 from psrl_sglang.store.chunk import Wanted
 from psrl_sglang.store.fetch import Fetch
 from psrl_sglang.store.store import KVStore
+from psrl_sglang.store.windows import complete_at
 
 logger = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ def _make_app() -> Any:
     from sglang.srt.entrypoints.http_server import app
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from psrl_sglang.engine import commands, reporting, routes
+    from psrl_sglang.engine import command_types, reporting, routes
 
-    commands.register_wire_types()
+    command_types.register_wire_types()
     routes.add_communicator()
     HookRegistry.register(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",

@@ -108,11 +108,11 @@ def _refuse_arguments(server_args: Any) -> None:
 
 
 def _hook_launch() -> None:
-    from psrl_sglang.engine import commands, reporting, routes
+    from psrl_sglang.engine import command_types, reporting, routes
 
     if f"{_ENGINE_MODULE}.Engine._launch_subprocesses" in HookRegistry._patched:
         return
-    commands.register_wire_types()
+    command_types.register_wire_types()
     routes.add_communicator()
     HookRegistry.register(f"{_ENGINE_MODULE}.Engine._launch_subprocesses", _around_launch, HookType.AROUND)
     HookRegistry.register(

@@ -22,11 +22,11 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 from psrl_sglang.engine.copier import Copier, make_copier
 from psrl_sglang.engine.estimates import LoadOrRecompute
 from psrl_sglang.engine.geometry import PoolGeometry, build_pool_group, pool_geometry
-from psrl_sglang.store.windows import complete_at, lease_everywhere, worth_reading
 from psrl_sglang.keys import count, page_keys, pool_salt
 from psrl_sglang.store.chunk import Wanted
 from psrl_sglang.store.dram import Lease, Reservation
 from psrl_sglang.store.store import KVStore
+from psrl_sglang.store.windows import complete_at, lease_everywhere, worth_reading
 
 logger = logging.getLogger(__name__)
 
@@ -101,11 +101,13 @@ class PsrlLinker(UnifiedCacheLinker):
         # For tests: called on the loader thread before each layer, and on the offload thread before each job.
         self.before_layer: Callable[[int], None] | None = None
         self.before_offload: Callable[[], None] | None = None
+        self.windows: dict[str, int] = {}  # pools that keep windows, and the pages of one, as last looked up
         self.declined: set[str] = set()  # requests of the last batch that had better recompute than load
         self._looked_up: dict[str, _LookedUp] = {}
         self._pending: dict[str, _Load] = {}
         self._results: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._unfinished = 0
+        self._ended = 0
         self._offered = 0  # offloads so far, and up to which of them none may be stored any more
         self._given_up = 0
         self._storing = threading.Lock()
@@ -133,12 +135,16 @@ class PsrlLinker(UnifiedCacheLinker):
             self._threads.append(thread)
 
     def keys(self, pool: str, hashes: list[str], tag: str) -> bytes:
+        return page_keys(hashes, self.salt(pool, tag))
+
+    def salt(self, pool: str, tag: str) -> bytes:
+        """On any thread."""
         salt = self._salts.get((pool, tag))
         if salt is None:
             if len(self._salts) > 1024:
                 self._salts.clear()
             salt = self._salts[pool, tag] = pool_salt(self.store.layout, pool, self._identity(tag))
-        return page_keys(hashes, salt)
+        return salt
 
     # ---- look-up and load ----
 
@@ -167,6 +173,8 @@ class PsrlLinker(UnifiedCacheLinker):
                 here, held = lease_everywhere(self.store.dram, keys, seconds=_LOOKED_UP_S)
                 leases += held
                 restorable &= complete_at(here, window)
+        if windows:
+            self.windows = windows
         lengths = np.flatnonzero(restorable).tolist()
         longest = lengths[-1] if lengths else 0
         is_declined = bool(longest) and not self.choice.should_load(longest * self.page_tokens)
@@ -323,6 +331,16 @@ class PsrlLinker(UnifiedCacheLinker):
     def waiting_offloads(self) -> int:
         return self._unfinished
 
+    @property
+    def offered_offloads(self) -> int:
+        """How many there have been."""
+        return self._offered
+
+    def wait_for_offload(self, number: int, timeout_s: float) -> bool:
+        """Wait until the first ``number`` offloads have been copied; False if it takes longer. On any thread."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._ended >= number, timeout_s)
+
     def settle_offloads(self, timeout_s: float) -> bool:
         """Wait until every offload so far has been copied; False if it takes longer."""
         with self._changed:
@@ -348,9 +366,11 @@ class PsrlLinker(UnifiedCacheLinker):
                 for _, _, reservation in job.writes:
                     reservation.abort()  # nothing, once committed
                 self._results.put(is_stored)
+                number = job.number
                 del job
                 with self._changed:
                     self._unfinished -= 1
+                    self._ended = number
                     self._changed.notify_all()
 
     def _run_offload(self, job: _Offload) -> bool:

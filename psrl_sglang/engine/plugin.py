@@ -30,9 +30,9 @@ def register() -> None:
 
 
 def _join_engine(config: object) -> None:
-    from psrl_sglang.engine import commands
+    from psrl_sglang.engine import command_types
 
-    commands.register_wire_types()
+    command_types.register_wire_types()
     # run_scheduler_process lives in this module, so a scheduler has imported it; the detokenizer and the
     # data-parallel controller only pass commands on.
     if "sglang.srt.managers.scheduler" in sys.modules:

@@ -23,7 +23,7 @@ from sglang.srt.utils.auth import AuthLevel, auth_level
 from psrl_sglang.config import PsrlConfig
 from psrl_sglang.engine import http_worker
 from psrl_sglang.engine.activation import refuse, settings_of
-from psrl_sglang.engine.commands import PsrlCommand, PsrlReply
+from psrl_sglang.engine.command_types import PsrlCommand, PsrlReply
 
 _COMMUNICATOR = "psrl"
 _FLUSH_PATH = "/flush_cache"

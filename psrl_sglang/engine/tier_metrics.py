@@ -46,6 +46,10 @@ COUNTERS = {
     "untold_pages": _Metric("tier_untold_pages_total", ("call",), "Pages whose version HiCache did not say."),
     "gate_requests": _Metric("gate_requests_total", ("outcome",), "Requests that waited for KV to be read."),
     "gate_seconds": _Metric("gate_seconds_total", (), "Seconds that requests waited for KV to be read."),
+    "moves": _Metric("moves_total", ("direction", "outcome", "transport"), "Moves of KV between engines."),
+    "move_tokens": _Metric("move_tokens_total", ("direction",), "Tokens whose KV went over."),
+    "move_bytes": _Metric("move_bytes_total", ("direction",), "Bytes of KV moved between engines."),
+    "move_seconds": _Metric("move_seconds_total", ("direction",), "Seconds that moves took."),
     "load_decisions": _Metric("load_decisions_total", ("decision",), "Requests with KV in DRAM."),
 }
 _GAUGES = {

@@ -110,6 +110,11 @@ def _wrong_arguments(config: PsrlConfig, server_args: Any) -> list[str]:
             f"--pp-size {server_args.pp_size}: SGLang's linker does not agree between pipeline stages; add "
             f"--enable-hierarchical-cache, or set {LMCACHE}.enable: false"
         )
+    if config.lmcache.enable_p2p and server_args.enable_hierarchical_cache:
+        wrong.append(
+            f"{LMCACHE}.enable_p2p: true with --enable-hierarchical-cache: KV in HiCache's host pool cannot "
+            "be moved yet; drop the option, or set `enable_p2p: false`"
+        )
     return wrong
 
 
@@ -203,6 +208,7 @@ def open_store(
             remote=_open_remote(config, layout, stats),
             writes_remote=rank == 0 or layout.rank != "replicated",
             save_unfull_chunk=lmcache.save_unfull_chunk,
+            landing_s=config.kv_transfer.transfer_timeout_ms / 1000 if lmcache.enable_p2p else 0.0,
         )
     except (OSError, MemoryError, ValueError) as error:
         refuse(f"the store of rank {rank} cannot be opened: {error}")

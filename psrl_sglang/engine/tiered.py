@@ -12,6 +12,7 @@ from psrl_sglang.engine.gate import Gate
 from psrl_sglang.engine.geometry import kv_layout
 from psrl_sglang.engine.hicache_tree import HiCacheTree
 from psrl_sglang.engine.linker import PsrlLinker
+from psrl_sglang.engine.moves import EngineMoves
 from psrl_sglang.engine.tier_metrics import TierMirror
 from psrl_sglang.engine.tier_start import open_store, require_page_hash
 from psrl_sglang.engine.tiers import Tiers
@@ -26,6 +27,7 @@ class TieredTree(HiCacheTree):
 
     psrl_settings: TreeSettings
     tiers: Tiers | None = None
+    moves: EngineMoves | None = None
 
     def init_cache_linker(self, cache_linker: UnifiedCacheLinker) -> None:
         if not isinstance(cache_linker, PsrlLinker):
@@ -54,7 +56,7 @@ class TieredTree(HiCacheTree):
         choice = LoadOrRecompute(config.sglang.load_policy, bytes_per_token)
         cache_linker.open(store, settings.identity.of, choice, is_async=config.lmcache.enable_async_loading)
         gate = None
-        if store.has_lower_tiers:
+        if store.has_late_pages:
             gate = Gate(self, cache_linker, wait_s=config.sglang.read_ahead_timeout_s, ranks=ranks)  # type: ignore[arg-type]
         self.tiers = self.linker = Tiers(
             self,  # type: ignore[arg-type]
@@ -63,11 +65,23 @@ class TieredTree(HiCacheTree):
             decode_tokens=config.sglang.decode_checkpoint_tokens,
         )
 
+        if config.lmcache.enable_p2p:
+            self.moves = EngineMoves(
+                self,  # type: ignore[arg-type]
+                cache_linker,
+                ledger=settings.ledger,
+                identity=settings.identity,
+                config=config,
+                rank=rank,
+                ranks=ranks,
+            )
         mirror = settings.metrics.mirror
         if mirror is not None:
             self.tier_mirror = TierMirror(mirror.labels, store, choice=choice, queues=self.tiers.queues)
 
     def release_host_resources(self) -> None:
+        if self.moves is not None:
+            self.moves.close()
         if self.tier_mirror is not None:
             self.tier_mirror.close()
         super().release_host_resources()
@@ -96,6 +110,12 @@ class TieredTree(HiCacheTree):
 
     def tier_status(self) -> dict[str, Any] | None:
         return self.storage_status() if self.tiers is None else self.tiers.status()
+
+    def move_status(self) -> dict[str, Any] | None:
+        """Of this rank's move worker; None where there is none."""
+        if self.moves is None or self.moves.worker is None:
+            return None
+        return self.moves.worker.status() | {"move_or_recompute": self.moves.choice.status()}
 
     def drop_from_tiers(self, tag: str) -> int:
         """Drop a tag from every tier of our store; returns the pages dropped from DRAM."""
@@ -138,6 +158,11 @@ class TieredTree(HiCacheTree):
             return super().clear_storage_backend()
         self.tiers.drop_all()
         return True
+
+    def open_moves(self, scheduler: Any) -> None:
+        """Start to move KV from and to other engines, where that is switched on."""
+        if self.moves is not None:
+            self.moves.open(scheduler)
 
     def open_gate_in(self, scheduler: Any) -> None:
         """Make the scheduler ask at arrival and before admission, as it does for LMCache."""

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.components import LinkerTransferPhase
@@ -122,7 +122,21 @@ class Tiers(UnifiedCacheLinkerWrapper):
         core: Any = self.tree.tree_core
         if tag is None or core.is_root(req.last_node):
             return
-        node = core.node_by_id(req.last_node)
+        self._mark_lost(core.node_by_id(req.last_node), tag)
+
+    def export(self, key: RadixKey) -> None:
+        """Offload what of ``key`` the device has and DRAM has not."""
+        tag, _ = split_salt(key.cache_salt)
+        core: Any = self.tree.tree_core
+        # Without a request this splits the node where ``key`` ends: no more than it is offloaded.
+        match = self.tree.match_prefix(MatchPrefixParams(key=key))
+        if tag is None or core.is_root(match.last_device_node):
+            return
+        path = self._mark_lost(core.node_by_id(match.last_device_node), tag)
+        self.offload_nodes([node.id for node in reversed(path)])
+
+    def _mark_lost(self, node: Any, tag: str) -> list[Any]:
+        """Let what DRAM has not got of a node and those above be offloaded again. Returns them, the last first."""
         hashes = node.get_prefix_hash_values(node)
         with self.linker.store.dram.lease(self.linker.keys("kv", hashes, tag)) as lease:
             held = lease.pages
@@ -137,6 +151,7 @@ class Tiers(UnifiedCacheLinkerWrapper):
         for node, is_whole in zip(path, agreed.tolist(), strict=True):
             if not is_whole and node.write_through_pending_id is None:
                 node.external_cache_stored = False
+        return path
 
     def _has_windows_of(self, node: Any, tag: str) -> bool:
         """Whether DRAM has what the device has of a node in pools that keep windows. Counts as a use too."""

@@ -16,7 +16,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from psrl_sglang.config import PsrlConfig
 from psrl_sglang.engine import batches, eviction, flush, reporting, seams, updates
 from psrl_sglang.engine.activation import exported_instance, refuse
-from psrl_sglang.engine.commands import CommandHandler, PsrlCommand
+from psrl_sglang.engine.command_types import PsrlCommand
+from psrl_sglang.engine.commands import CommandHandler
 from psrl_sglang.engine.identity import RunIdentity, checkpoint_fingerprint
 from psrl_sglang.engine.metrics import PrometheusMirror, VersionMetrics
 from psrl_sglang.engine.tree import VersionedTree, versioned
@@ -210,4 +211,5 @@ def _after_init_info(result: dict[str, Any], self: Scheduler) -> dict[str, Any]:
     tree = updates.tree_of(self)
     tree.open_gate_in(self)
     tree.open_storage()
+    tree.open_moves(self)
     return {**result, INIT_INFO_KEY: {"tree": type(tree).__name__, "tag": str(tree.versions.ledger.current)}}

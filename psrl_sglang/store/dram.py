@@ -86,6 +86,12 @@ class Reservation:
         if self._end.detach() is not None:
             self._abort()
 
+    def forsake(self) -> None:
+        """These pages will not come, but something may still write where they were to go: others can bring them
+        elsewhere at once, and the room stays taken until ``abort``."""
+        if self._end.alive:
+            self._tier._forsake(self.keys, self.writes)
+
     def __enter__(self) -> Reservation:
         return self
 
@@ -406,10 +412,22 @@ class DramTier:
                 self._unreserve(keys, write)
                 self._give_back(write.chunk)
 
-    def _unreserve(self, keys: bytes, write: Write) -> bytes:
+    def _forsake(self, keys: bytes, writes: list[Write]) -> None:
+        with self.lock:
+            for write in writes:
+                self._expect_no_more(keys, write)
+                # Nothing is put behind pages that will never be here.
+                self._growing[write.chunk].end = self._capacity(write.chunk.pool, write.chunk.start)
+
+    def _expect_no_more(self, keys: bytes, write: Write) -> bytes:
         run = keys[write.source * KEY_BYTES : (write.source + write.pages) * KEY_BYTES]
         for page in range(write.pages):
-            del self._pending[key_at(run, page)]
+            if self._pending.get(key := key_at(run, page)) is write.chunk:  # else it was forsaken
+                del self._pending[key]
+        return run
+
+    def _unreserve(self, keys: bytes, write: Write) -> bytes:
+        run = self._expect_no_more(keys, write)
         write.chunk.busy -= 1
         growth = self._growing[write.chunk]
         growth.writers -= 1

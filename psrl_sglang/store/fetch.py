@@ -35,6 +35,14 @@ class LowerTier(Protocol):
     def read(self, found: Found, wanted: Wanted, into: Sequence[memoryview]) -> bool: ...
 
 
+class _NoTier:
+    def find(self, wanted: Wanted) -> list[Found]:
+        return []
+
+    def read(self, found: Found, wanted: Wanted, into: Sequence[memoryview]) -> bool:
+        return False
+
+
 @dataclass(slots=True)
 class _Part:
     """One chunk to be read, and the room for it."""
@@ -112,9 +120,22 @@ class Fetch:
 class FetchPool:
     """The threads that read. Two requests that want the same pages read them once."""
 
-    def __init__(self, dram: DramTier, disk: LowerTier | None, remote: LowerTier | None, threads: int) -> None:
+    def __init__(
+        self,
+        dram: DramTier,
+        disk: LowerTier | None,
+        remote: LowerTier | None,
+        threads: int,
+        *,
+        landing_s: float = 0.0,
+    ) -> None:
         self._dram = dram
-        self._tiers = [(name, tier) for name, tier in (("disk", disk), ("remote", remote)) if tier is not None]
+        self._landing_s = landing_s
+        self._tiers: list[tuple[str, LowerTier]] = [
+            (name, tier) for name, tier in (("disk", disk), ("remote", remote)) if tier is not None
+        ]
+        if landing_s:
+            self._tiers.append(("", _NoTier()))  # the last look: another engine may be sending the rest
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="psrl-read")
         self._most_slots = max(1, dram.arena.slots // 2)  # reading ahead must not push out all there is
         self._depth = 0
@@ -176,6 +197,7 @@ class FetchPool:
                 on_way = self._pages_on_way(rest.keys)
                 if on_way:
                     fetch._awaited.append(key_at(rest.keys, on_way - 1))
+                    fetch.deadline_s = max(fetch.deadline_s, fetch.began_s + self._landing_s)
                     at += on_way
                     continue
                 if slots <= 0:

@@ -30,12 +30,14 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class LowerTiers:
-    """What is behind DRAM. ``writes_remote`` is false on a rank whose pages another rank writes as well."""
+    """What is behind DRAM. ``writes_remote`` is false on a rank whose pages another rank writes as well;
+    ``landing_s``: how long a request may wait for pages that another engine is sending, 0 if none does."""
 
     disk: DiskTier | None = None
     remote: RemoteTier | None = None
     writes_remote: bool = True
     save_unfull_chunk: bool = False
+    landing_s: float = 0.0
 
 
 def slot_bytes_of(layout: KVLayout, chunk_tokens: int) -> int:
@@ -75,12 +77,19 @@ class KVStore:
         if self.remote is not None and lower.writes_remote:
             self._writers.append(_Writer("remote", self.remote.write, self, queue_chunks))
         self._fetches = (
-            FetchPool(self.dram, self.disk, self.remote, io_threads) if self.has_lower_tiers else None
+            FetchPool(self.dram, self.disk, self.remote, io_threads, landing_s=lower.landing_s)
+            if self.has_lower_tiers or lower.landing_s
+            else None
         )
 
     @property
     def has_lower_tiers(self) -> bool:
         return self.disk is not None or self.remote is not None
+
+    @property
+    def has_late_pages(self) -> bool:
+        """Whether a request may find more in DRAM if it waits."""
+        return self._fetches is not None
 
     def commit(self, reservation: Reservation) -> None:
         """Make the pages visible and send what is complete on to the lower tiers. The window of a sliding-window
@@ -91,7 +100,8 @@ class KVStore:
                     writer.offer(chunk)
 
     def fetch(self, wanted: Sequence[Wanted], *, seconds: float) -> Fetch | None:
-        """Bring up what of ``wanted`` only the lower tiers have; None without lower tiers."""
+        """Bring up what of ``wanted`` only the lower tiers have, and wait for what others bring; None where nothing
+        can come."""
         return None if self._fetches is None else self._fetches.start(wanted, seconds=seconds)
 
     def drop_tag(self, tag: str) -> dict[str, int]:

@@ -10,8 +10,7 @@ from psrl_sglang.store.chunk import Wanted
 from psrl_sglang.store.dram import Lease
 from psrl_sglang.store.store import KVStore
 from psrl_sglang.store.windows import lease_everywhere, worth_reading
-from psrl_sglang.transfer.exchange import Run
-from psrl_sglang.transfer.landing import salted
+from psrl_sglang.transfer.exchange import Run, salted
 from psrl_sglang.transfer.link import Deadline
 from psrl_sglang.transfer.sending import Cargo
 
@@ -41,26 +40,29 @@ def load(
     deadline: Deadline,
 ) -> Cargo:
     """Lease what the store has of a prefix (``digests``, 16 bytes a page). ``windows``: pools of which the last so
-    many pages before an end are enough. The cargo has no runs if there is nothing of the first pool."""
+    many pages before an end are enough. What other pools have behind the end of the first stays here. The cargo has
+    no runs if there is nothing of the first pool."""
     wanted = [Wanted(pool.name, tag, salted(digests, salt(pool.name)), 0) for pool in store.layout.pools]
     if store.has_lower_tiers:
         read_ahead(store, wanted, windows, deadline)
     runs: list[Run] = []
     places: list[int] = []
     leases: list[Lease] = []
+    end = count(digests)
     for one in wanted:
+        keys = one.keys[: end * KEY_BYTES]
         if one.pool in windows:
-            _, held = lease_everywhere(store.dram, one.keys, seconds=deadline.seconds)
+            _, held = lease_everywhere(store.dram, keys, seconds=float("inf"))
         else:
-            held = [store.dram.lease(one.keys)]
+            held = [store.dram.lease(keys)]
         leases += held
-        page_of = {key_at(one.keys, page): page for page in range(count(one.keys))}
+        page_of = {key_at(keys, page): page for page in range(count(keys))}
         for piece in (piece for lease in held for piece in lease.pieces):
             first = page_of[key_at(piece.keys, 0)]
-            begin, end = first * KEY_BYTES, (first + piece.pages) * KEY_BYTES
+            begin = first * KEY_BYTES
             before = digests[begin - KEY_BYTES : begin] if first else b""
-            runs.append(Run(one.pool, first, before, digests[begin:end]))
+            runs.append(Run(one.pool, first, before, digests[begin : begin + piece.pages * KEY_BYTES]))
             places.append(int(store.dram.offsets([piece])[0]))
-    if not runs or runs[0].pool != wanted[0].pool:
-        runs, places = [], []
+        if one is wanted[0]:
+            end = sum(lease.pages for lease in held)
     return Cargo(tag, fingerprint, runs, places, leases)

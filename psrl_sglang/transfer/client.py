@@ -272,6 +272,7 @@ class MoveClient:
         return _health_of(self._ask(_health_asks(worker), timeout_s))
 
     def close(self) -> None:
+        """Waits for calls of other threads, which have their deadlines."""
         self._context.term()
 
     def __enter__(self) -> Self:
@@ -364,7 +365,8 @@ class AsyncMoveClient:
         return _health_of(await self._ask(_health_asks(worker), timeout_s))
 
     def close(self) -> None:
-        self._context.term()
+        """Calls still under way are cancelled."""
+        self._context.destroy(linger=0)
 
     async def __aenter__(self) -> Self:
         return self

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -27,8 +28,8 @@ class CmaOffer(msgspec.Struct, frozen=True):
     """Where a process keeps a random number: who reads it there reads the right process."""
 
     host: str
-    pid: int
-    token_address: int
+    pid: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
+    token_address: Annotated[int, msgspec.Meta(ge=0)]
     token: bytes
 
 
@@ -94,7 +95,7 @@ class CmaTransport:
             self._copy(pid, int(address), piece)
             yield index
 
-    def is_drained(self) -> bool:
+    def is_drained(self, link: Link) -> bool:
         return True
 
     def forget(self, peer: str) -> None:

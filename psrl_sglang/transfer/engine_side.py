@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from psrl_sglang.transfer import messages as wire
 from psrl_sglang.transfer.landing import LandingRules
-from psrl_sglang.transfer.link import Deadline, TransferError
+from psrl_sglang.transfer.link import Deadline, TransferError, clipped
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,16 @@ class Prefix:
             version = str(version)  # as PSRL's trainer counts them
         if not isinstance(version, str) or not version:
             raise TransferError(
-                f"request_configs[{wire.VERSION_KEY!r}] is {version!r}; a move must name the weight version"
+                clipped(
+                    f"request_configs[{wire.VERSION_KEY!r}] is {version!r}; it must name the weight version"
+                )
             )
         if not tokens or not all(0 <= token < 1 << 31 for token in tokens):
             raise TransferError("tokens must be a list of token ids from 0 to 2147483647, and not empty")
         texts = {key: configs.get(key) for key in (wire.SALT_KEY, wire.EXTRA_KEY, wire.SESSION_KEY)}
         for key, text in texts.items():
             if text is not None and not isinstance(text, str):
-                raise TransferError(f"request_configs[{key!r}] is {text!r}; it must be a string")
+                raise TransferError(clipped(f"request_configs[{key!r}] is {text!r}; it must be a string"))
         salt, extra, session = texts.values()
         return cls(tuple(tokens), version, salt or None, extra or None, session or "")
 

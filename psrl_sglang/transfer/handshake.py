@@ -108,7 +108,7 @@ class Greeting:
                 raise PeerRefused("the source does not know the secret of this fleet")
             require_same_kind(hello.party, self._party)
         except PeerRefused as refusal:
-            self._link.send(Refused(str(refusal)), deadline)
+            self._link.send(Refused.because(refusal), deadline)
             raise
         self._link.most_bytes = MAX_MESSAGE_BYTES
         return Met(hello.party, hello.offers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -17,6 +18,10 @@ import msgspec
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_GREETING_BYTES = 1 << 20  # before the other side has shown that it knows the secret
 _MOST_VIEWS = 512  # of one sendmsg; the kernel takes 1024
+_MOST_REASON = 2000
+_MOST_HOST = 255
+# A host that vanished is found out in half a minute also where nothing is being sent.
+_KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 T = TypeVar("T")
 
@@ -38,7 +43,7 @@ class DeadlinePassed(TransferError):
 
 
 class Deadline:
-    """A point in time (monotonic clock) that all steps of a move share."""
+    """A point in time (monotonic clock) that all steps of a move share. ``seconds`` is a number."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -57,11 +62,13 @@ class Deadline:
 
 
 class Link:
-    """Owns its socket. One thread at a time."""
+    """Owns its socket. One thread at a time, but for ``shutdown``."""
 
     def __init__(self, sock: socket.socket, peer: str) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEPALIVE:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
         self.peer = peer
         self._socket = sock
         self.most_bytes = MAX_GREETING_BYTES
@@ -69,16 +76,22 @@ class Link:
     @classmethod
     def dial(cls, address: str, deadline: Deadline) -> Link:
         """Connect to ``host:port``. Raises `TransferError`."""
-        host, _, port = address.removeprefix("tcp://").rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-            raise TransferError(f"{address!r} is no address; it must be host:port")
-        left_s = deadline.require(f"connecting to {address}")
-        try:
-            return cls(socket.create_connection((host.strip("[]"), int(port)), left_s), address)
-        except TimeoutError:
-            raise DeadlinePassed(f"{address} did not accept a connection in {left_s:.1f} s") from None
-        except OSError as error:
-            raise PeerLost(f"{address}: {error.strerror or error}") from error
+        host, port = parse_address(address)
+        trouble = f"{address}: no such host"
+        for family, _, _, _, place in _resolved(host, port, address, deadline):
+            left_s = deadline.require(f"connecting to {address}")
+            sock = socket.socket(family, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(left_s)
+                sock.connect(place)
+                return cls(sock, address)
+            except TimeoutError:
+                sock.close()
+                raise DeadlinePassed(f"{address} did not accept a connection in {left_s:.1f} s") from None
+            except OSError as error:
+                sock.close()
+                trouble = f"{address}: {error.strerror or error}"
+        raise PeerLost(trouble)
 
     def close(self) -> None:
         self._socket.close()
@@ -92,7 +105,9 @@ class Link:
         read between two moves is its end."""
         if self._socket.fileno() < 0:
             return False
-        return not select.select([self._socket], [], [], 0)[0]
+        poller = select.poll()  # select() takes no descriptors from 1024 on
+        poller.register(self._socket, select.POLLIN)
+        return not poller.poll(0)
 
     def send(self, message: msgspec.Struct, deadline: Deadline) -> None:
         body = msgspec.msgpack.encode(message)
@@ -148,6 +163,45 @@ class Link:
             raise PeerLost(f"{self.peer}: {error.strerror or error}") from error
 
 
+def parse_address(address: str) -> tuple[str, int]:
+    """Of ``host:port``, ``[host]:port`` or either behind ``tcp://``. Raises `TransferError`."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    is_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16
+    if not is_port or not 0 < len(host) <= _MOST_HOST:
+        raise TransferError(f"{clipped(address)!r} is no address; it must be host:port")
+    return host.strip("[]"), int(port)
+
+
+def _resolved(host: str, port: int, address: str, deadline: Deadline) -> list[Any]:
+    """What `socket.getaddrinfo` says. The system's resolver knows no deadline, so that names are looked up on a
+    thread, which is left behind when that takes too long."""
+    try:
+        return socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except (OSError, ValueError):
+        pass  # a name
+    found: list[Any] = []
+
+    def look_up() -> None:
+        try:
+            found.append(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except (OSError, ValueError) as error:  # ValueError: such a thing cannot be a name
+            found.append(error)
+
+    thread = threading.Thread(target=look_up, name="psrl-move-resolve", daemon=True)
+    thread.start()
+    thread.join(deadline.require(f"looking up {address}"))
+    if not found:
+        raise DeadlinePassed(f"{address} was not found in {deadline.seconds:.1f} s")
+    if isinstance(found[0], Exception):
+        raise PeerLost(f"{address}: {getattr(found[0], 'strerror', None) or found[0]}")
+    return found[0]
+
+
+def clipped(text: str) -> str:
+    """A text of others, to be repeated in a message or a log."""
+    return text if len(text) <= _MOST_REASON else f"{text[:_MOST_REASON]}…"
+
+
 def shutdown(sock: socket.socket) -> None:
     """Wake whoever waits on a socket, which ``close`` does not."""
     try:
@@ -160,3 +214,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     """In place of any message: no, and why."""
 
     reason: str
+
+    @classmethod
+    def because(cls, error: Exception) -> Refused:
+        return cls(clipped(str(error)))

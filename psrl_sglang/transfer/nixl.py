@@ -15,7 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -32,13 +33,17 @@ _ENVIRONMENT = {
     "UCX_LOG_FILE": "stderr",
     "NIXL_LOG_LEVEL": "ERROR",
 }
+# The wheel brings its own RDMA libraries but takes libefa from the system, and with it the system's copies of the
+# same libraries. Both then call each other's functions, and the process ends with a segmentation fault.
+_WITHOUT_EFA = {"UCX_MODULES": "^efa"}
+_EFA_DRIVER = Path("/sys/bus/pci/drivers/efa")
 
 
 class NixlOffer(msgspec.Struct, frozen=True):
     version: str
     metadata: bytes
-    address: int
-    size_bytes: int
+    address: Annotated[int, msgspec.Meta(ge=0)]
+    size_bytes: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Written(msgspec.Struct, tag="written", frozen=True):
@@ -49,6 +54,7 @@ class Written(msgspec.Struct, tag="written", frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class _Way:
+    peer: str
     agent: str
     address: int
     size_bytes: int
@@ -63,10 +69,11 @@ class NixlTransport:
         self._errors = _error_types(api)
         self._lock = threading.RLock()
         self._ways: dict[str, _Way] = {}
-        self._given_up: list[Any] = []
+        self._leaving: list[_Way] = []  # forgotten, and still in use by what was given up
+        self._given_up: list[tuple[Link, _Way, Any]] = []
         self._memory = arena.memory  # keeps the mapping for as long as it is registered
         try:
-            self._agent = _make_agent(api)
+            self._agent: Any = _make_agent(api)
             self._registered = self._agent.register_memory([(arena.address, arena.size_bytes, 0, "")], "DRAM")
             metadata = self._agent.get_agent_metadata()
         except (*self._errors, RuntimeError) as error:
@@ -83,14 +90,15 @@ class NixlTransport:
     def connect(self, peer: str, offer: bytes) -> _Way:
         theirs = self._decode(offer)
         with self._lock:
-            way = self._ways.get(peer)
+            self._reap()
+            way = self._ways.get(peer) or self._back_again(peer)
             if way is None:
                 try:
                     agent = self._agent.add_remote_agent(theirs.metadata)
                 except self._errors as error:
                     raise TransportUnusable(f"{type(error).__name__}: {error}") from error
                 name = agent.decode() if isinstance(agent, bytes) else agent
-                way = self._ways[peer] = _Way(name, theirs.address, theirs.size_bytes)
+                way = self._ways[peer] = _Way(peer, name, theirs.address, theirs.size_bytes)
             return way
 
     def send(
@@ -119,26 +127,47 @@ class NixlTransport:
             yield from range(done, upto)
             done = upto
 
-    def is_drained(self) -> bool:
+    def is_drained(self, link: Link) -> bool:
         with self._lock:
-            self._given_up = [handle for handle in self._given_up if not self._has_ended(handle)]
-            return not self._given_up
+            self._reap()
+            return all(one is not link for one, _, _ in self._given_up)
 
     def forget(self, peer: str) -> None:
         with self._lock:
             way = self._ways.pop(peer, None)
             if way is not None:
-                try:
-                    self._agent.remove_remote_agent(way.agent)
-                except self._errors:
-                    pass  # NIXL dropped it by itself when the connection broke
+                self._leaving.append(way)
+                self._reap()
 
     def close(self) -> None:
+        """The agent ends with its last request; until then it and the memory stay."""
         with self._lock:
             for peer in list(self._ways):
                 self.forget(peer)
-            if self.is_drained():
+            if self._given_up:
+                _unfinished.append((self._agent, self._memory))
+            else:
                 self._agent.deregister_memory(self._registered)
+            self._agent = self._registered = self._memory = None
+
+    def _back_again(self, peer: str) -> _Way | None:
+        for way in self._leaving:
+            if way.peer == peer:
+                self._leaving.remove(way)
+                self._ways[peer] = way
+                return way
+        return None
+
+    def _reap(self) -> None:
+        """With the lock: let go of the requests that have ended, and then of the peers they were for."""
+        self._given_up = [one for one in self._given_up if not self._has_ended(one[2])]
+        in_use = {way.agent for _, way, _ in self._given_up}
+        for way in [way for way in self._leaving if way.agent not in in_use]:
+            self._leaving.remove(way)
+            try:
+                self._agent.remove_remote_agent(way.agent)
+            except self._errors:
+                pass  # NIXL dropped it by itself when the connection broke
 
     def _write(self, link: Link, way: _Way, batch: list[tuple[int, int, int]], deadline: Deadline) -> None:
         with self._lock:
@@ -161,7 +190,7 @@ class NixlTransport:
                 deadline.require(f"writing to {link.peer}")
             except TransferError:
                 with self._lock:
-                    self._given_up.append(handle)
+                    self._given_up.append((link, way, handle))
                 raise
             time.sleep(pause_s)
             pause_s = min(pause_s + 5e-5, _LONGEST_PAUSE_S)
@@ -203,8 +232,12 @@ class NixlTransport:
         return theirs
 
 
+# Agents that were closed with requests under way, and what these read or write: kept for as long as the process.
+_unfinished: list[Any] = []
+
+
 def _load() -> tuple[str, Any]:
-    for name, value in _ENVIRONMENT.items():
+    for name, value in (_ENVIRONMENT | ({} if _EFA_DRIVER.exists() else _WITHOUT_EFA)).items():
         os.environ.setdefault(name, value)
     reasons = []
     for package in ("nixl-cu12", "nixl-cu13"):

@@ -32,16 +32,17 @@ class Pins:
 
     def pin(self, digests: bytes, leases: Sequence[Lease], pages: int) -> int:
         """Keep ``leases`` under the name of the prefix; takes them. A second pin of a prefix renews the first.
-        Returns ``pages``. Raises `TransferError` where the budget is used up, having released them."""
+        Returns ``pages``. Raises `TransferError` where the budget is used up, having released them; an earlier pin
+        of that prefix stays as it is."""
         slots = len({id(piece.chunk) for lease in leases for piece in lease.pieces})
         with self._lock:
-            old = self._pins.pop(digests[-KEY_BYTES:], None)
-            held = sum(pin.slots for pin in self._pins.values())
+            name = digests[-KEY_BYTES:]
+            old = self._pins.get(name)
+            held = sum(pin.slots for pin in self._pins.values() if pin is not old)
             is_taken = bool(slots) and held + slots <= self._budget_slots
             if is_taken:
-                expires_s = time.monotonic() + self._seconds
-                self._pins[digests[-KEY_BYTES:]] = _Pin(list(leases), pages, slots, expires_s)
-        for lease in [*(old.leases if old else ()), *(() if is_taken else leases)]:
+                self._pins[name] = _Pin(list(leases), pages, slots, time.monotonic() + self._seconds)
+        for lease in (old.leases if old else ()) if is_taken else leases:
             lease.release()
         if slots and not is_taken:
             raise TransferError(

@@ -25,7 +25,7 @@ from psrl_sglang.store.store import KVStore
 from psrl_sglang.transfer import messages as wire
 from psrl_sglang.transfer.auth import NotAuthorized, Signer
 from psrl_sglang.transfer.engine_side import EngineSide
-from psrl_sglang.transfer.landing import salted
+from psrl_sglang.transfer.exchange import salted
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,8 @@ class Reports:
         self._thread.start()
 
     def moved(self, record: wire.MoveRecord) -> None:
+        if self._controller is None:
+            return
         with self._changed:
             self._moves.append(record)
             self._changed.notify()
@@ -123,53 +125,56 @@ class Reports:
         due_s = 0.0
         try:
             while not self._is_closing:
-                if time.monotonic() >= due_s:
+                is_due = time.monotonic() >= due_s
+                if is_due:
                     due_s = time.monotonic() + self._heartbeat_s
-                    self._tidy()
-                    if link is not None:
-                        self._greet(link)
-                if link is not None and self._is_registered:
-                    self._tell(link)
+                try:
+                    self._step(link, is_due)
+                except Exception:
+                    logger.exception("psrl: a report to the controller failed")
                 self._pause(due_s)
             if link is not None:
                 self._leave(link)
-        except Exception:
-            logger.exception("psrl: reports to the controller have ended")
+        except zmq.ZMQError as error:
+            logger.warning("psrl: reports to the controller have ended: %s", error)
         finally:
             if link is not None:
                 link.close()
             context.term()
 
+    def _step(self, link: _Link | None, is_due: bool) -> None:
+        if is_due:
+            self._tidy()
+        if link is not None:
+            try:
+                if is_due:
+                    self._greet(link)
+                if self._is_registered:
+                    self._tell(link)
+            except (NotAuthorized, wire.BadMessage, zmq.ZMQError) as error:
+                self._note_trouble(str(error))
+
     def _pause(self, due_s: float) -> None:
         # Chunk events do not notify: they come on the scheduler's threads, a batch at a time is early enough.
         left_s = max(0.0, due_s - time.monotonic())
         with self._changed:
-            if not self._is_closing and not self._moves:
+            if not self._is_closing and not (self._moves and self._is_registered):
                 self._changed.wait(min(left_s, _BATCH_S) if self._is_registered else left_s)
 
     def _greet(self, link: _Link) -> None:
-        try:
-            if not self._is_registered:
-                answer = link.ask(self._register())
-                url = (
-                    answer.extra_config.get("heartbeat_url")
-                    if isinstance(answer, wire.RegisterRetMsg)
-                    else None
-                )
-                link.use_for_heartbeats(url)
-                self._must_sync = True
-            else:
-                answer = link.ask(self._heartbeat(), is_heartbeat=True)
-        except (NotAuthorized, wire.BadMessage, zmq.ZMQError) as error:
-            self._note_trouble(str(error))
-            return
+        if not self._is_registered:
+            answer = link.ask(self._register())
+            is_welcome = isinstance(answer, wire.RegisterRetMsg)
+            link.use_for_heartbeats(answer.extra_config.get("heartbeat_url") if is_welcome else None)
+            self._must_sync = True
+        else:
+            self._is_registered = False  # until it answers: it may be a new one that knows nobody
+            answer = link.ask(self._heartbeat(), is_heartbeat=True)
         if answer is None:
             self._note_trouble(f"no answer in {_ANSWER_S:.0f} s")
-            self._is_registered = False  # it may be a new one that knows nobody
             return
         if isinstance(answer, wire.ErrorMsg):
             self._note_trouble(answer.error)
-            self._is_registered = False
             return
         self._is_registered = True
         self._answered_s = time.monotonic()
@@ -187,8 +192,11 @@ class Reports:
         if self._must_sync:
             self._must_sync = not self._sync(link)
         events: dict[str, list[wire.KVOpEvent]] = defaultdict(list)
-        while self._events:
-            kind, tag, key, number = self._events.popleft()
+        for _ in range(len(self._events)):
+            try:
+                kind, tag, key, number = self._events.popleft()
+            except IndexError:
+                break  # cleared meanwhile, to be told all again
             events[tag].append(wire.KVOpEvent(kind, self._name(tag, key), number))
         for tag, operations in events.items():
             for batch in _batches(operations):
@@ -241,7 +249,10 @@ class _Link:
         self._sockets: dict[str, zmq.Socket[bytes]] = {}
 
     def use_for_heartbeats(self, url: str | None) -> None:
-        self._heartbeat_url = self._ask_url if url is None else f"tcp://{url.removeprefix('tcp://')}"
+        url = self._ask_url if url is None else f"tcp://{url.removeprefix('tcp://')}"
+        if url != self._heartbeat_url and self._heartbeat_url in self._sockets:
+            self._give_up(self._heartbeat_url)
+        self._heartbeat_url = url
 
     def ask(self, message: wire.Message, *, is_heartbeat: bool = False) -> Any:
         """The answer; None if there was none in time."""

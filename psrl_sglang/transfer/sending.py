@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from psrl_sglang.store.dram import DramTier, Lease
 from psrl_sglang.transfer.auth import Signer
-from psrl_sglang.transfer.exchange import Commit, Done, Grant, Granted, Offer, Run, cut, sums_of
+from psrl_sglang.transfer.exchange import Commit, Done, Grant, Granted, Offer, Run, Sums, cut
 from psrl_sglang.transfer.handshake import Party, Use, meet_destination
-from psrl_sglang.transfer.link import Deadline, Link, TransferError
+from psrl_sglang.transfer.link import Deadline, DeadlinePassed, Link, PeerLost, PeerRefused, TransferError
 from psrl_sglang.transfer.transport import Transport, Transports
 
 _KEPT_LINKS = 2  # idle ones to each destination
 _KEPT_S = 120.0
+_FORGET_S = 3600.0  # to forget a peer that lives costs it and us a descriptor or two
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,10 @@ class Cargo:
     runs: list[Run]
     places: list[int]
     leases: list[Lease]
+
+    @property
+    def prefix_pages(self) -> int:
+        return sum(run.pages for run in self.runs if run.pool == self.runs[0].pool)
 
     def release(self) -> None:
         for lease in self.leases:
@@ -51,6 +57,7 @@ class Sent:
 class _Way:
     """A link that has shaken hands."""
 
+    address: str
     link: Link
     peer: str
     transport: Transport
@@ -67,79 +74,109 @@ class Sender:
         self._party = party
         self._signer = signer
         self._idle: dict[str, list[_Way]] = {}
-        self._undrained: list[Cargo] = []
+        self._links: set[Link] = set()
+        self._links_to: Counter[str] = Counter()
+        self._resting: dict[str, float] = {}  # peers without a link, since when
+        self._undrained: list[tuple[_Way, Cargo]] = []
         self._is_closed = False
         self._lock = threading.Lock()
         self._summing = ThreadPoolExecutor(2, thread_name_prefix="psrl-move-sum")
 
     def send(self, cargo: Cargo, address: str, deadline: Deadline) -> Sent:
         """Give ``cargo`` to the worker at ``address``. Takes the cargo and releases it. Raises `TransferError`."""
-        is_over = False
         way: _Way | None = None
         try:
-            way = self._take(address, deadline)
-            sent = self._exchange(way, cargo, deadline)
-            is_over = True
-            self._keep(address, way)
+            way, granted = self._offer(cargo, address, deadline)
+            sent = self._deliver(way, cargo, granted, deadline)
+            self._keep(way)
             return sent
-        except TransferError:
+        except BaseException as error:
             if way is not None:
-                way.link.close()
-                self._forget_if_last(way.peer)
+                self._drop(way, is_lost=not isinstance(error, DeadlinePassed))
             raise
         finally:
-            if is_over or self._transports.is_drained():
+            if way is None or way.transport.is_drained(way.link):
                 cargo.release()
             else:
                 with self._lock:
-                    self._undrained.append(cargo)
+                    self._undrained.append((way, cargo))
 
     def tidy(self) -> None:
         """Close links that nobody used for long, and release what is no longer read. Call now and then."""
-        oldest_s = time.monotonic() - _KEPT_S
+        now_s = time.monotonic()
+        for way in self._pop_idle(now_s - _KEPT_S):
+            self._drop(way, is_lost=not way.link.is_quiet())
         with self._lock:
-            for address, ways in list(self._idle.items()):
-                for way in [way for way in ways if way.used_s < oldest_s or not way.link.is_quiet()]:
-                    ways.remove(way)
-                    way.link.close()
-                    if not any(one.peer == way.peer for one in ways):
-                        self._transports.forget(way.peer)
-                if not ways:
-                    del self._idle[address]
-            if self._undrained and self._transports.is_drained():
-                for cargo in self._undrained:
-                    cargo.release()
-                self._undrained.clear()
+            drained = [one for one in self._undrained if one[0].transport.is_drained(one[0].link)]
+            self._undrained = [one for one in self._undrained if one not in drained]
+            old = [peer for peer, since_s in self._resting.items() if since_s < now_s - _FORGET_S]
+            for peer in old:
+                del self._resting[peer]
+                self._transports.forget(peer)
+        for _, cargo in drained:
+            cargo.release()
 
     @property
     def held(self) -> int:
         """Cargos of moves that broke off and may still be read."""
         return len(self._undrained)
 
-    def close(self) -> None:
+    @property
+    def links(self) -> int:
+        return len(self._links)
+
+    def interrupt(self) -> None:
+        """Moves that are under way end, and new ones fail."""
         with self._lock:
             self._is_closed = True
-            for way in [way for ways in self._idle.values() for way in ways]:
-                way.link.close()
-            self._idle.clear()
-        self._summing.shutdown(wait=True, cancel_futures=True)
+            for link in self._links:
+                link.shutdown()
 
-    def _exchange(self, way: _Way, cargo: Cargo, deadline: Deadline) -> Sent:
-        link = way.link
-        left_s = deadline.require(f"offering to {link.peer}")
-        link.send(Offer(cargo.tag, cargo.fingerprint, left_s, cargo.runs), deadline)
-        granted = link.receive(Grant, deadline).granted
-        pieces, places = self._pieces(cargo, granted, link.peer)
-        size_bytes = sum(map(len, pieces))
-        if pieces:
-            sums: Future[bytes] = self._summing.submit(sums_of, pieces)
+    def close(self) -> None:
+        """After the last ``send`` has returned."""
+        self.interrupt()
+        for way in self._pop_idle(float("inf")):
+            self._drop(way, is_lost=False)
+        self._summing.shutdown(wait=True, cancel_futures=True)
+        self.tidy()
+
+    # ---- one move ----
+
+    def _offer(self, cargo: Cargo, address: str, deadline: Deadline) -> tuple[_Way, list[Granted]]:
+        """A link on which the cargo was offered, and what the other side wants of it. Links that were kept may
+        have died unnoticed; a new one must not."""
+        while True:
+            way = self._pop_one(address)
+            is_new = way is None
+            way = way or self._dial(address, deadline)
             try:
+                left_s = deadline.require(f"offering to {address}")
+                way.link.send(Offer(cargo.tag, cargo.fingerprint, left_s, cargo.runs), deadline)
+                return way, way.link.receive(Grant, deadline).granted
+            except PeerRefused:
+                self._keep(way)
+                raise
+            except PeerLost:
+                self._drop(way, is_lost=True)
+                if is_new:
+                    raise
+            except BaseException as error:
+                self._drop(way, is_lost=not isinstance(error, DeadlinePassed))
+                raise
+
+    def _deliver(self, way: _Way, cargo: Cargo, granted: Sequence[Granted], deadline: Deadline) -> Sent:
+        link = way.link
+        pieces, places = self._pieces(cargo, granted, link.peer)
+        if pieces:
+            sums = Sums(self._summing)
+            try:
+                sums.add(pieces)
                 way.transport.send(link, way.way, pieces, places, deadline)
-                told = sums.result(max(0.0, deadline.left_s))
+                link.send(Commit(sums.result(deadline)), deadline)
             finally:
-                sums.cancel()
-            link.send(Commit(told), deadline)
+                sums.stop()
         done = link.receive(Done, deadline)
+        size_bytes = sum(map(len, pieces))
         return Sent(done.present_pages, done.moved_pages, size_bytes, way.transport.name, done.reason)
 
     def _pieces(
@@ -149,6 +186,9 @@ class Sender:
         pieces: list[memoryview] = []
         places: list[int] = []
         memory = memoryview(self._dram.arena.memory)
+        offered, asked = sum(run.pages for run in cargo.runs), sum(grant.pages for grant in granted)
+        if asked > offered:
+            raise TransferError(f"{peer} asks for {asked} pages of {offered}")
         for grant in granted:
             if not 0 <= grant.run < len(cargo.runs):
                 raise TransferError(f"{peer} asks for run {grant.run} of {len(cargo.runs)}")
@@ -164,40 +204,85 @@ class Sender:
                 at += len(piece)
         return pieces, places
 
-    def _take(self, address: str, deadline: Deadline) -> _Way:
-        with self._lock:
-            ways = self._idle.get(address, [])
-            while ways:
-                way = ways.pop()
-                if way.link.is_quiet():
-                    return way
-                way.link.close()
-        return self._dial(address, deadline)
+    # ---- links ----
 
     def _dial(self, address: str, deadline: Deadline) -> _Way:
         link = Link.dial(address, deadline)
+        with self._lock:
+            is_closed = self._is_closed
+            self._links.add(link)
         try:
+            if is_closed:
+                raise TransferError("the engine is stopping")
             met = meet_destination(link, self._party, self._transports.offers(), self._signer, deadline)
             peer = met.party.incarnation
+            with self._lock:  # from here on nobody forgets it
+                self._links_to[peer] += 1
+                self._resting.pop(peer, None)
+        except BaseException:
+            self._close(link)
+            raise
+        try:
             transport, way = self._transports.connect(peer, met.offers)
             link.send(Use(transport.name), deadline)
         except BaseException:
-            link.close()
+            self._close(link)
+            self._leave(peer, is_lost=True)
             raise
-        return _Way(link, peer, transport, way)
+        return _Way(address, link, peer, transport, way)
 
-    def _keep(self, address: str, way: _Way) -> None:
+    def _pop_one(self, address: str) -> _Way | None:
+        """An idle link on which the other side was not heard to end."""
+        while True:
+            with self._lock:
+                ways = self._idle.get(address)
+                if not ways:
+                    return None
+                way = ways.pop()
+                if not ways:
+                    del self._idle[address]
+            if way.link.is_quiet():
+                return way
+            self._drop(way, is_lost=True)
+
+    def _pop_idle(self, until_s: float) -> list[_Way]:
+        """Idle links not used since, or no longer good."""
+        with self._lock:
+            kept: dict[str, list[_Way]] = {}
+            popped: list[_Way] = []
+            for address, ways in self._idle.items():
+                for way in ways:
+                    is_old = way.used_s < until_s or not way.link.is_quiet()
+                    (popped if is_old else kept.setdefault(address, [])).append(way)
+            self._idle = kept
+        return popped
+
+    def _keep(self, way: _Way) -> None:
         way.used_s = time.monotonic()
         with self._lock:
-            ways = self._idle.setdefault(address, [])
+            ways = self._idle.setdefault(way.address, [])
             if len(ways) < _KEPT_LINKS and not self._is_closed:
                 ways.append(way)
                 return
-        way.link.close()
+        self._drop(way, is_lost=False)
 
-    def _forget_if_last(self, peer: str) -> None:
-        """What a transport keeps for a peer goes when the last link to it broke: it may be another one by now."""
+    def _drop(self, way: _Way, *, is_lost: bool) -> None:
+        self._close(way.link)
+        self._leave(way.peer, is_lost=is_lost)
+
+    def _close(self, link: Link) -> None:
+        link.close()
         with self._lock:
-            if any(way.peer == peer for ways in self._idle.values() for way in ways):
+            self._links.discard(link)
+
+    def _leave(self, peer: str, *, is_lost: bool) -> None:
+        """What a transport keeps for a peer goes with the last link to it, if that was lost."""
+        with self._lock:
+            self._links_to[peer] -= 1
+            if self._links_to[peer]:
                 return
-        self._transports.forget(peer)
+            del self._links_to[peer]
+            if is_lost:
+                self._transports.forget(peer)
+            else:
+                self._resting[peer] = time.monotonic()

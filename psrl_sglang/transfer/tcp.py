@@ -36,7 +36,7 @@ class TcpTransport:
             link.receive_into(piece, deadline)
             yield index
 
-    def is_drained(self) -> bool:
+    def is_drained(self, link: Link) -> bool:
         return True
 
     def forget(self, peer: str) -> None:

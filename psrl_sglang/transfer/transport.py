@@ -51,7 +51,7 @@ class Transport(Protocol):
         self, link: Link, way: Any, pieces: Sequence[memoryview], places: Sequence[int], deadline: Deadline
     ) -> None:
         """Deliver ``pieces``, each to its ``place`` in the other arena. They stay as they are until this returns,
-        or until ``is_drained`` after it raised. Raises `TransferError`."""
+        or after it raised until ``is_drained``. Raises `TransferError`."""
         ...
 
     def receive(
@@ -60,12 +60,12 @@ class Transport(Protocol):
         """Yields the index of each piece once its bytes are here, in order. Raises `TransferError`."""
         ...
 
-    def is_drained(self) -> bool:
-        """Whether nothing that was given up still reads this arena."""
+    def is_drained(self, link: Link) -> bool:
+        """Whether nothing that was given up on a link, which need not be open any more, still reads this arena."""
         ...
 
     def forget(self, peer: str) -> None:
-        """That incarnation is gone."""
+        """That incarnation is gone, or cannot be reached, and no move to it is under way."""
         ...
 
     def close(self) -> None: ...
@@ -111,9 +111,6 @@ class Transports:
     def forget(self, peer: str) -> None:
         for transport in self.usable.values():
             transport.forget(peer)
-
-    def is_drained(self) -> bool:
-        return all(transport.is_drained() for transport in self.usable.values())
 
     def close(self) -> None:
         for transport in self.usable.values():

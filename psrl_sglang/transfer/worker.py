@@ -13,7 +13,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ from psrl_sglang.transfer.desk import CommandDesk, Reply
 from psrl_sglang.transfer.engine_side import EngineSide, Prefix
 from psrl_sglang.transfer.handshake import Party
 from psrl_sglang.transfer.landing import Landing
-from psrl_sglang.transfer.link import Deadline, DeadlinePassed, TransferError
+from psrl_sglang.transfer.link import Deadline, DeadlinePassed, TransferError, clipped
 from psrl_sglang.transfer.pins import Pins
 from psrl_sglang.transfer.queueing import FairQueue
 from psrl_sglang.transfer.reports import ControllerAddress, Reports
@@ -39,6 +39,7 @@ DRAM_LOCATION = "LocalCPUBackend"  # as LMCache calls the tiers
 DISK_LOCATION = "LocalDiskBackend"
 _LONGEST_MOVE_S = 600.0
 _BACKLOG = 64
+_STOPPING = "the engine is stopping"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,18 @@ class WorkerSettings:
     controller: ControllerAddress | None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flight:
+    """One move, and who waits for it."""
+
+    name: bytes
+    prefix: Prefix
+    destination: str
+    deadline: Deadline
+    is_copy: bool
+    replies: list[Reply]
+
+
 class MoveWorker:
     """Owns its sockets, threads and pins until ``close``; the store stays the caller's. Raises ``OSError`` where a
     port is taken."""
@@ -76,19 +89,20 @@ class MoveWorker:
             store.layout.text,
             settings.namespace,
         )
-        self._flights: dict[bytes, list[Reply]] = {}
+        self._flights: dict[bytes, _Flight] = {}
         self._lock = threading.Lock()
         with contextlib.ExitStack() as undo:
             listener = _listen(settings.host, settings.port and settings.port + 1)
             undo.callback(listener.close)
             self._transports = make_transports(settings.channel, store.dram.arena)
             undo.callback(self._transports.close)
+            self._sender = Sender(store.dram, self._transports, party, signer)
+            undo.callback(self._sender.close)
+            self._pins = Pins(store.dram, settings.pin_s)
             self._queue = FairQueue(settings.moves_at_once, "psrl-move-out")
             undo.callback(self._queue.close)
             self._desk = CommandDesk(settings.host, settings.port, signer, self._handle)
             undo.pop_all()
-        self._sender = Sender(store.dram, self._transports, party, signer)
-        self._pins = Pins(store.dram, settings.pin_s)
         self._landing = Landing(listener, store, self._transports, engine, party, signer)
         self.data_address = _address(settings.host, listener.getsockname()[1])
         self.command_port = self._desk.port
@@ -117,9 +131,11 @@ class MoveWorker:
         return _address(self.settings.host, self.command_port)
 
     def close(self) -> None:
+        """Moves that wait or are under way are answered before it returns."""
         self._reports.close()
-        self._desk.close()
+        self._sender.interrupt()
         self._queue.close()
+        self._desk.close()
         self._sender.close()
         self._landing.close()
         self._pins.close()
@@ -153,7 +169,7 @@ class MoveWorker:
             case wire.MoveWorkerMsg():
                 self._queue_move(command, reply)
             case wire.PinWorkerMsg() | wire.UnpinWorkerMsg() | wire.LookupWorkerMsg() | wire.ClearWorkerMsg():
-                self._queue.put(type(command).__name__, partial(self._answer, command, reply))
+                self._queue_other(command, reply)
             case wire.HealthWorkerMsg():
                 reply(wire.HealthWorkerRetMsg(0))
             case _:
@@ -166,53 +182,68 @@ class MoveWorker:
         except TransferError as error:
             reply(wire.ErrorMsg(str(error)))
             return
-        destination = command.new_position[0]
-        name = hashlib.blake2b(digest_size=16)
-        for part in (destination, prefix.version, prefix.cache_salt, prefix.extra_key, command.copy):
-            name.update(f"{part!r}\0".encode())
-        name.update(array("q", prefix.tokens).tobytes())
-        flight = name.digest()
+        destination, is_copy = command.new_position[0], command.copy is not False
+        hashed = hashlib.blake2b(digest_size=16)
+        for part in (destination, prefix.version, prefix.cache_salt, prefix.extra_key, is_copy):
+            hashed.update(f"{part!r}\0".encode())
+        hashed.update(array("q", prefix.tokens).tobytes())
+        flight = _Flight(hashed.digest(), prefix, destination, Deadline(limit_s), is_copy, [reply])
         with self._lock:
-            waiting = self._flights.get(flight)
-            if waiting is not None:  # the same move is under way: one is enough for both
-                waiting.append(reply)
+            same = self._flights.get(flight.name)
+            if same is not None and same.deadline.end_s <= flight.deadline.end_s:
+                same.replies.append(reply)  # one is enough for both, and it will have ended in time
                 return
-            self._flights[flight] = [reply]
-        is_copy = command.copy is not False
-        task = partial(self._move, flight, prefix, destination, Deadline(limit_s), is_copy)
-        self._queue.put(destination, task)
+            self._flights[flight.name] = flight
+        if not self._queue.put(destination, partial(self._move, flight), flight.deadline):
+            self._end(flight, wire.ErrorMsg(_STOPPING))
+
+    def _queue_other(self, command: Any, reply: Reply) -> None:
+        try:
+            configs = getattr(command, "request_configs", None)
+            deadline = Deadline(_limit_s(configs, self.settings.move_s))
+        except TransferError as error:
+            reply(wire.ErrorMsg(str(error)))
+            return
+        task = partial(self._answer, command, reply, deadline)
+        if not self._queue.put(type(command).__name__, task, deadline):
+            reply(wire.ErrorMsg(_STOPPING))
 
     # ---- moves, on the queue's threads ----
 
-    def _move(self, flight: bytes, prefix: Prefix, destination: str, deadline: Deadline, is_copy: bool) -> None:
-        began_s = time.monotonic() - (deadline.seconds - deadline.left_s)
+    def _move(self, flight: _Flight) -> None:
+        deadline = flight.deadline
+        began_s = deadline.end_s - deadline.seconds
         result = Sent(0, 0, 0, "")
         tag = ""
         try:
-            tag = self._engine.tag_of(prefix.version)
+            tag = self._engine.tag_of(flight.prefix.version)
             if self._queue.is_closed:
-                raise TransferError("the engine is stopping")
-            result = self._send(prefix, tag, destination, deadline, is_copy)
+                raise TransferError(_STOPPING)
+            deadline.require("waiting for other moves")
+            result = self._send(flight, tag)
         except DeadlinePassed as error:
             result = Sent(0, 0, 0, "", f"late: {error}")
         except TransferError as error:
             result = Sent(0, 0, 0, "", str(error))
         except Exception as error:
-            logger.exception("psrl: a move to %s failed", destination)
+            logger.exception("psrl: a move to %s failed", clipped(flight.destination))
             result = Sent(0, 0, 0, "", f"{type(error).__name__}: {error}")
         finally:
-            self._finish(flight, prefix, tag, destination, result, time.monotonic() - began_s)
+            self._finish(flight, tag, result, time.monotonic() - began_s)
 
-    def _send(self, prefix: Prefix, tag: str, destination: str, deadline: Deadline, is_copy: bool) -> Sent:
-        deadline.require("waiting for other moves")
-        cargo = self._cargo(prefix, tag, deadline)
+    def _send(self, flight: _Flight, tag: str) -> Sent:
+        cargo = self._cargo(flight.prefix, tag, flight.deadline)
         if not cargo.runs:
             cargo.release()
-            return Sent(0, 0, 0, "", f"no KV of this prompt under version {prefix.version!r} here")
-        chunks = [piece.chunk for lease in cargo.leases for piece in lease.pieces]
-        sent = self._sender.send(cargo, destination, deadline)
-        if not is_copy and sent.present_pages:
-            self.store.dram.drop(chunks[::-1], "moved")
+            return Sent(0, 0, 0, "", f"no KV of this prompt under version {flight.prefix.version!r} here")
+        pieces = [piece for lease in cargo.leases for piece in lease.pieces]
+        sent = self._sender.send(cargo, flight.destination, flight.deadline)
+        if flight.is_copy:
+            return sent
+        if sent.present_pages < cargo.prefix_pages:
+            return replace(sent, reason=f"{sent.reason or 'not all of it is there'}; this side keeps its copy")
+        whole = [piece.chunk for piece in pieces if piece.pages == piece.chunk.pages]
+        self.store.dram.drop(whole[::-1], "moved")
         return sent
 
     def _cargo(self, prefix: Prefix, tag: str, deadline: Deadline) -> Cargo:
@@ -227,11 +258,9 @@ class MoveWorker:
             deadline=deadline,
         )
 
-    def _finish(
-        self, flight: bytes, prefix: Prefix, tag: str, destination: str, sent: Sent, seconds: float
-    ) -> None:
+    def _finish(self, flight: _Flight, tag: str, sent: Sent, seconds: float) -> None:
         page = self.store.layout.page_tokens
-        reason = sent.reason
+        reason = clipped(sent.reason)
         if not reason and not sent.moved_pages and sent.present_pages:
             reason = "the destination has it already"
         answer = wire.MoveWorkerRetMsg(
@@ -243,14 +272,11 @@ class MoveWorker:
         stats.add("move_tokens", answer.num_tokens, direction="out")
         stats.add("move_bytes", sent.size_bytes, direction="out")
         stats.add("move_seconds", seconds, direction="out")
-        with self._lock:
-            replies = self._flights.pop(flight)
-        for reply in replies:
-            reply(answer)
+        self._end(flight, answer)
         self._reports.moved(
             wire.MoveRecord(
                 self.settings.instance_id,
-                destination,
+                clipped(flight.destination),
                 tag,
                 answer.num_tokens,
                 answer.present_tokens,
@@ -258,21 +284,30 @@ class MoveWorker:
                 seconds,
                 sent.transport,
                 reason,
-                prefix.session,
+                flight.prefix.session,
                 time.time(),
             )
         )
 
-    def _answer(self, command: Any, reply: Reply) -> None:
+    def _end(self, flight: _Flight, answer: wire.Message) -> None:
+        with self._lock:
+            if self._flights.get(flight.name) is flight:
+                del self._flights[flight.name]
+            replies = list(flight.replies)
+        for reply in replies:
+            reply(answer)
+
+    def _answer(self, command: Any, reply: Reply, deadline: Deadline) -> None:
         try:
-            reply(self._answered(command))
+            deadline.require("waiting for moves")
+            reply(self._answered(command, deadline))
         except TransferError as error:
-            reply(wire.ErrorMsg(str(error)))
+            reply(wire.ErrorMsg(clipped(str(error))))
         except Exception as error:
             logger.exception("psrl: command %s failed", type(command).__name__)
-            reply(wire.ErrorMsg(f"{type(error).__name__}: {error}"))
+            reply(wire.ErrorMsg(clipped(f"{type(error).__name__}: {error}")))
 
-    def _answered(self, command: Any) -> Any:
+    def _answered(self, command: Any, deadline: Deadline) -> Any:
         page = self.store.layout.page_tokens
         if isinstance(command, wire.ClearWorkerMsg):
             return wire.ClearWorkerRetMsg(self._clear(command.location) * page)
@@ -280,8 +315,8 @@ class MoveWorker:
         tag = self._engine.tag_of(prefix.version)
         if isinstance(command, wire.UnpinWorkerMsg):
             return wire.UnpinWorkerRetMsg(self._pins.unpin(self._engine.digests(prefix, tag)) * page)
-        cargo = self._cargo(prefix, tag, Deadline(_limit_s(command.request_configs, self.settings.move_s)))
-        pages = sum(run.pages for run in cargo.runs if run.pool == cargo.runs[0].pool)
+        cargo = self._cargo(prefix, tag, deadline)
+        pages = cargo.prefix_pages
         if isinstance(command, wire.LookupWorkerMsg):
             cargo.release()
             return wire.LookupWorkerRetMsg(pages * page)
@@ -336,8 +371,9 @@ class MoveWorker:
 def _limit_s(configs: dict[str, Any] | None, usual_s: float) -> float:
     limit_s = (configs or {}).get(wire.TIMEOUT_KEY, usual_s)
     if not isinstance(limit_s, int | float) or not 0 < limit_s <= _LONGEST_MOVE_S:
+        most_s = f"{_LONGEST_MOVE_S:.0f}"
         raise TransferError(
-            f"request_configs[{wire.TIMEOUT_KEY!r}] is {limit_s!r}; it must be seconds up to {_LONGEST_MOVE_S:.0f}"
+            clipped(f"request_configs[{wire.TIMEOUT_KEY!r}] is {limit_s!r}; it must be seconds up to {most_s}")
         )
     return float(limit_s)
 

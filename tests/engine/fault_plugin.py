@@ -7,6 +7,7 @@ import json
 import os
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class Faults:
 
         ``layer_s``, ``offload_s``, ``read_s``: longest random delay of a layer of a load, of an offload, of a read
         from disk. ``fail_layer``: the layer at which loads fail. ``fail_offload``, ``fail_read``: all of them.
+        ``land_s``: of each piece of KV that comes by cma.
         ``forget_from``: DRAM loses what is from this page on before each look-up, where ``forget_pool`` is named of
         that pool only; ``forget_at_load``: everything, between look-up and load.
         """
@@ -51,7 +53,9 @@ def register() -> None:
     from psrl_sglang.engine.linker import PsrlLinker
 
     directory = Path(os.environ[_CONTROL])
-    opened = PsrlLinker.open
+    from psrl_sglang.transfer.cma import CmaTransport
+
+    opened, received = PsrlLinker.open, CmaTransport.receive
 
     def control(rank: str) -> dict[str, Any]:
         told = json.loads((directory / "control").read_text())
@@ -113,4 +117,11 @@ def register() -> None:
 
             store.disk.read = slow_read
 
+    def slow_receive(*args: Any) -> Iterator[int]:
+        for index in received(*args):
+            note("landed")
+            pause(control("").get("land_s", 0))
+            yield index
+
+    CmaTransport.receive = slow_receive
     PsrlLinker.open = open_and_tap

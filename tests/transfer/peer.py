@@ -2,6 +2,8 @@
 
     python peer.py '{"instance_id": "b", ...}'     prints its addresses as a line of JSON, then serves
 
+and answers questions about itself, one line of JSON each (see `answer`).
+
 What a page holds follows from its name, so that any byte that lands anywhere can be checked.
 """
 
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import threading
 import time
@@ -17,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from psrl_sglang.keys import KEY_BYTES, KVLayout, PoolLayout, count, key_at, pool_salt
@@ -25,6 +29,7 @@ from psrl_sglang.pagehash import page_digests
 from psrl_sglang.store.arena import Arena
 from psrl_sglang.store.stats import StoreStats
 from psrl_sglang.store.store import KVStore, LowerTiers
+from psrl_sglang.transfer import nixl, quarantine
 from psrl_sglang.transfer.auth import Signer
 from psrl_sglang.transfer.engine_side import Prefix
 from psrl_sglang.transfer.landing import salted
@@ -46,7 +51,9 @@ class PeerOptions:
     version: str = "1"
     window: tuple[str, ...] = ()
     channel: str = "tcp"
+    host: str = "127.0.0.1"
     slots: int = 32
+    page_tokens: int = PAGE_TOKENS
     page_bytes: int = PAGE_BYTES
     chunk_pages: int = CHUNK_PAGES
     model: str = "m"
@@ -62,7 +69,12 @@ class PeerOptions:
     controller: tuple[str, int, int] | None = None
     send_pause_s: float = 0.0  # a source that is slow with the bytes
     land_pause_s: float = 0.0
-    damage: bool = False
+    pace_s: float = 0.0  # the bytes go one piece at a time, with pauses
+    commit_pause_s: float = 0.0  # a destination that has the bytes and is slow to say so
+    quarantine_s: float = 30.0
+    nixl_version: str = ""
+    damage: bool = False  # of a byte at the source, where the transport lets it send other memory
+    land_damage: bool = False  # of one that has arrived
 
 
 class StandIn:
@@ -83,7 +95,9 @@ class StandIn:
 
     def digests(self, prefix: Prefix, tag: str) -> bytes:
         salt = compose_salt(tag, prefix.cache_salt)
-        pages = page_digests(prefix.tokens, PAGE_TOKENS, extra_key=prefix.extra_key, cache_salt=salt)
+        pages = page_digests(
+            prefix.tokens, self.options.page_tokens, extra_key=prefix.extra_key, cache_salt=salt
+        )
         return b"".join(page[:KEY_BYTES] for page in pages)
 
     def flush(self, prefix: Prefix, tag: str, deadline: Deadline) -> None:
@@ -124,10 +138,11 @@ class StandIn:
 class Peer:
     def __init__(self, options: PeerOptions) -> None:
         self.options = options
+        self.pace_s = options.pace_s
         pools = [PoolLayout("kv", options.page_bytes)]
         pools += [PoolLayout(name, options.page_bytes // 2) for name, _ in options.windows]
         rank = f"tp{options.rank}/{options.ranks}"
-        self.layout = KVLayout(options.model, "bf16", PAGE_TOKENS, "0-1", rank, tuple(pools))
+        self.layout = KVLayout(options.model, "bf16", options.page_tokens, "0-1", rank, tuple(pools))
         arena = Arena(options.slots, options.page_bytes * options.chunk_pages)
         self.store = KVStore(
             self.layout,
@@ -144,16 +159,17 @@ class Peer:
             namespace=options.namespace,
             rank=options.rank,
             ranks=options.ranks,
-            host="127.0.0.1",
+            host=options.host,
             port=options.port,
             channel=options.channel,
             move_s=options.move_s,
             moves_at_once=options.moves_at_once,
             pin_s=options.pin_s,
-            chunk_tokens=options.chunk_pages * PAGE_TOKENS,
+            chunk_tokens=options.chunk_pages * options.page_tokens,
             heartbeat_s=options.heartbeat_s,
             controller=ControllerAddress(*options.controller) if options.controller else None,
         )
+        quarantine.QUARANTINE_S = options.quarantine_s
         self.worker = MoveWorker(settings, self.store, self.engine, Signer(options.secret.encode()))
         self._misbehave()
 
@@ -218,19 +234,81 @@ class Peer:
     def is_idle(self) -> bool:
         status = self.worker.status()
         moves, pins = status["moves"], status["pins"]
-        return not any(moves[name] for name in ("running_out", "waiting_out", "running_in")) and not pins["held"]
+        return (
+            not any(moves[name] for name in ("running_out", "waiting_out", "running_in")) and not pins["held"]
+        )
 
     def held(self) -> int:
         """Chunks that something keeps."""
         return self.store.dram.busy_chunks()
 
+    def state(self) -> dict[str, Any]:
+        """What must be as before once all is over."""
+        status = self.worker.status()
+        return {
+            "moves": status["moves"],
+            "pins": status["pins"]["held"],
+            "held": self.held(),
+            "wrong": self.store.check_integrity(),
+            "threads": threading.active_count(),
+            "descriptors": len(os.listdir("/proc/self/fd")),
+            "transports": status["transports"],
+        }
+
+    def forget_all(self) -> int:
+        return self.store.dram.clear()
+
+    def set_pace(self, seconds: float) -> None:
+        """For a peer that began with one."""
+        self.pace_s = seconds
+
     def _misbehave(self) -> None:
         options = self.options
-        for transport in self.worker._transports.usable.values():
+        for name, transport in self.worker._transports.usable.items():
+            one: Any = transport
             if options.send_pause_s or options.damage:
-                transport.send = _slow_or_wrong(transport.send, options)  # type: ignore[method-assign]
+                one.send = _slow_or_wrong(one.send, options)
+            if options.land_damage:
+                one.receive = _wrong_landing(one.receive)
             if options.land_pause_s:
-                transport.receive = _slow_landing(transport.receive, options.land_pause_s)  # type: ignore[method-assign]
+                one.receive = _slow_landing(one.receive, lambda: options.land_pause_s)
+            if options.pace_s:
+                self._set_pace(name, one)
+            if options.nixl_version and name == "nixl":
+                one._version = options.nixl_version
+                offer = msgspec.msgpack.decode(one._offer, type=nixl.NixlOffer)
+                one._offer = msgspec.msgpack.encode(
+                    msgspec.structs.replace(offer, version=options.nixl_version)
+                )
+        if options.commit_pause_s:
+            arrivals: Any = self.worker._landing._arrivals
+            arrivals._commit = _after(lambda: options.commit_pause_s, arrivals._commit)
+
+    def _set_pace(self, name: str, transport: Any) -> None:
+        if name == "cma":
+            transport.receive = _slow_landing(transport.receive, lambda: self.pace_s)
+        elif name == "tcp":
+            transport.send = _paced(transport.send, lambda: self.pace_s)
+        else:
+            nixl._BATCH_BYTES = 1
+            transport._write = _after(lambda: self.pace_s, transport._write)
+
+
+def _after(pause_s: Callable[[], float], call: Callable[..., Any]) -> Callable[..., Any]:
+    def later(*args: Any) -> Any:
+        time.sleep(pause_s())
+        return call(*args)
+
+    return later
+
+
+def _paced(send: Callable[..., None], pause_s: Callable[[], float]) -> Callable[..., None]:
+    def piecewise(link: Any, way: Any, pieces: Any, places: Any, deadline: Deadline) -> None:
+        for piece, place in zip(pieces, places, strict=True):
+            send(link, way, [piece], [place], deadline)
+            time.sleep(pause_s())
+
+    return piecewise
 
 
 def _slow_or_wrong(send: Callable[..., None], options: PeerOptions) -> Callable[..., None]:
@@ -246,11 +324,21 @@ def _slow_or_wrong(send: Callable[..., None], options: PeerOptions) -> Callable[
     return other
 
 
-def _slow_landing(receive: Callable[..., Any], pause_s: float) -> Callable[..., Any]:
+def _slow_landing(receive: Callable[..., Any], pause_s: Callable[[], float]) -> Callable[..., Any]:
     def other(*args: Any) -> Any:
         for index in receive(*args):
             yield index
-            time.sleep(pause_s)
+            time.sleep(pause_s())
+
+    return other
+
+
+def _wrong_landing(receive: Callable[..., Any]) -> Callable[..., Any]:
+    def other(link: Any, offer: bytes, pieces: Sequence[memoryview], deadline: Deadline) -> Any:
+        for index in receive(link, offer, pieces, deadline):
+            if index == len(pieces) // 2:
+                pieces[index][7] ^= 1
+            yield index
 
     return other
 
@@ -260,17 +348,21 @@ def content(name: bytes, pool: PoolLayout) -> bytes:
     return np.random.default_rng(seed).bytes(pool.page_bytes)
 
 
+def answer(peer: Peer, question: list[Any]) -> Any:
+    """``[name of a method, its arguments …]``"""
+    name, *args = question
+    return getattr(peer, name)(*args)
+
+
 def main() -> None:
     given = json.loads(sys.argv[1])
     for name in ("window", "windows", "controller"):
         if given.get(name):
             given[name] = tuple(tuple(one) if isinstance(one, list) else one for one in given[name])
-    compute = given.pop("compute", [])
-    peer = Peer(replace(PeerOptions(), **given))
-    for tokens in compute:
-        peer.compute(tokens)
-    print(json.dumps({"command": peer.command, "data": peer.data}), flush=True)
-    threading.Event().wait()
+    with Peer(replace(PeerOptions(), **given)) as peer:
+        print(json.dumps({"command": peer.command, "data": peer.data}), flush=True)
+        for line in sys.stdin:
+            print(json.dumps(answer(peer, json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

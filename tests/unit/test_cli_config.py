@@ -61,10 +61,12 @@ class TestConfigCheck:
             assert said in result.stderr
 
     def test_setting_that_is_not_built_is_refused_unless_allowed(self, run):
-        source = json.dumps({"psrl": {"lmcache": {"enable": True, "enable_p2p": True}}})
+        transfer = {"routing_strategy": {"kv_transfer": {"enable": True}}}
+        tiers = {"enable": True, "enable_p2p": True}
+        source = json.dumps({"psrl": {"lmcache": tiers, "rollout_coordination": transfer}})
         refused = run("config", "check", source)
         assert refused.exit_code == 2
-        assert "psrl.lmcache.enable_p2p" in refused.stderr
+        assert "kv_transfer.enable" in refused.stderr
         assert run("config", "check", source, "--allow-unbuilt").exit_code == 0
 
     def test_credentials_are_masked(self, run):

@@ -79,6 +79,13 @@ WRONG_VALUES: dict[tuple[str, str], list[object]] = {
     (SGLANG, "read_ahead_timeout_s"): [0, -1.0, "2"],
     (SGLANG, "remote_timeout_s"): [0, None],
     (SGLANG, "remote_ttl_s"): [-1.0, float("inf")],
+    (SGLANG, "instance_id"): ["a b", "a@b", 1],
+    (SGLANG, "move_host"): ["", None],
+    (SGLANG, "move_port"): [-1, 65536, "0"],
+    (SGLANG, "moves_at_once"): [0, 65],
+    (SGLANG, "move_policy"): ["sometimes", 0, "512"],
+    (SGLANG, "secret_file"): ["", 3],
+    (SGLANG, "heartbeat_s"): [0],
 }
 SWITCHES = [
     (path, name)
@@ -195,7 +202,7 @@ class TestNotBuilt:
         found = problems_of(EVERY_UNBUILT, built_only=True)
         assert [problem.field for problem in found] == [f"{entry.section}.{entry.name}" for entry in NOT_BUILT]
         assert all("not built yet" in problem.message for problem in found)
-        assert "`enable: false`" in found[1].remedy
+        assert "`enable: false`" in found[0].remedy
 
     def test_they_load_when_asked_for(self):
         assert load_config(EVERY_UNBUILT, built_only=False).kv_transfer.enable is True
@@ -213,7 +220,6 @@ class TestReport:
                 "lmcache": {
                     "enable": "yes",
                     "chunk_size": 0,
-                    "enable_p2p": True,
                     "controller_host": "${absent}",
                 },
                 "sglang": {"lag": 1, "pin_lease_s": 9999.0},
@@ -226,7 +232,6 @@ class TestReport:
                 "psrl.lmcache.enable",
                 "psrl.lmcache.chunk_size",
                 "psrl.lmcache.controller_host",
-                "psrl.lmcache.enable_p2p",
                 "psrl.sglang.lag",
                 "psrl.sglang.pin_max_lease_s",
             ]
