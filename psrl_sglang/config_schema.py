@@ -209,6 +209,11 @@ class SGLangSettings(_Section):
         "auto, always, never, or a whole number of tokens > 0",
         "When KV is taken from another engine rather than recomputed.",
     )
+    unversioned_moves: Literal["refuse", "current"] = _setting(
+        "refuse",
+        "one of refuse, current",
+        "What a move that names no version means: none, or the current one.",
+    )
     secret_file: FilledText | None = _setting(
         None,
         "a path, or null",

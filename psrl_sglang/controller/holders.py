@@ -2,7 +2,8 @@
 
 A number stands for one set of chunks, such as "DRAM of rank 0 of engine A since its last full sync", and is
 never used again; what it stands for is the caller's. So a set is dropped or replaced by forgetting its number,
-at no cost, and `sweep` takes its entries out later, in slices.
+at no cost, and `sweep` takes its entries out later, in slices. Chunks are spread over many dictionaries, so that
+no one of them takes long to grow or to list.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Iterable, Iterator
 Holders = int | tuple[int, ...] | set[int]
 
 _MOST_IN_TUPLE = 32
-_SLICE_KEYS = 20_000
+_SLICE_KEYS = 5_000
+_SHARDS = 256  # a power of two
 
 
 class HolderIndex:
@@ -21,7 +23,7 @@ class HolderIndex:
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
-        self._holders: dict[int, Holders] = {}
+        self._shards: list[dict[int, Holders]] = [{} for _ in range(_SHARDS)]
         self._counts: dict[int, int] = {}
         self._living = 0
         self._forgotten: dict[int, int] = {}
@@ -46,11 +48,12 @@ class HolderIndex:
 
     def add(self, number: int, keys: Iterable[int]) -> int:
         """How many of the keys are new to ``number``. Beyond the limit they are left out: see `is_full`."""
-        held, added = self._holders, 0
+        shards, added = self._shards, 0
         room = self._max_entries - self._living - self._dead
         for key in keys:
             if added >= room:
                 break
+            held = shards[key & (_SHARDS - 1)]
             now = held.get(key)
             if now is None:
                 held[key] = number
@@ -85,7 +88,7 @@ class HolderIndex:
 
     def holders(self, key: int) -> Iterable[int]:
         """Numbers that hold the chunk, among them forgotten ones."""
-        now = self._holders.get(key)
+        now = self._shards[key & (_SHARDS - 1)].get(key)
         if now is None:
             return ()
         return (now,) if isinstance(now, int) else now
@@ -101,38 +104,41 @@ class HolderIndex:
         """Take out the entries of forgotten numbers; yields after each slice, so that others can run between."""
         gone = tuple(self._forgotten)
         among = frozenset(gone)
-        keys = list(self._holders)
-        for at in range(0, len(keys), _SLICE_KEYS):
-            for key in keys[at : at + _SLICE_KEYS]:
-                self._take_out(key, among)
-            yield
+        for shard in self._shards:
+            keys = list(shard)
+            for at in range(0, len(keys), _SLICE_KEYS):
+                for key in keys[at : at + _SLICE_KEYS]:
+                    self._take_out(key, among)
+                yield
         for number in gone:
             self._dead -= self._forgotten.pop(number)
 
     def _take_out(self, key: int, numbers: tuple[int, ...] | frozenset[int]) -> int:
-        now = self._holders.get(key)
+        held = self._shards[key & (_SHARDS - 1)]
+        now = held.get(key)
         if now is None:
             return 0
         if isinstance(now, int):
             if now not in numbers:
                 return 0
-            del self._holders[key]
+            del held[key]
             return 1
         if isinstance(now, set):
             before = len(now)
             now.difference_update(numbers)
             if len(now) <= _MOST_IN_TUPLE // 2:
-                self._put(key, tuple(now))
+                _put(held, key, tuple(now))
             return before - len(now)
         left = tuple(number for number in now if number not in numbers)
         if len(left) < len(now):
-            self._put(key, left)
+            _put(held, key, left)
         return len(now) - len(left)
 
-    def _put(self, key: int, holders: tuple[int, ...]) -> None:
-        if len(holders) > 1:
-            self._holders[key] = holders
-        elif holders:
-            self._holders[key] = holders[0]
-        else:
-            del self._holders[key]
+
+def _put(held: dict[int, Holders], key: int, holders: tuple[int, ...]) -> None:
+    if len(holders) > 1:
+        held[key] = holders
+    elif holders:
+        held[key] = holders[0]
+    else:
+        del held[key]

@@ -1,13 +1,15 @@
 """What one worker holds in one location, as its reports tell it: operations in order, and whole sets.
 
-An operation carries a number. One that comes late must not bring back what was evicted since, so a late admit
-is not believed and a late evict is; a gap means that reports were lost. Either is mended by a full sync, which
-builds a second set beside the first and replaces it when every batch is there. What happens meanwhile goes to
-both sets, and over the batches, which may be older.
+An operation carries a number. A worker tells those of one tag after those of another, so numbers need not come in
+order, but within a tag they do: an admit that comes late there must not bring back what was evicted since, and is
+not believed; a late evict is. A number that stays away means that reports were lost. Either is mended by a full
+sync, which builds a second set beside the first and replaces it when every batch is there. What happens meanwhile
+goes to both sets, and over the batches, which may be older.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -18,7 +20,54 @@ _MAX_TAGS = 4096
 _MAX_BATCHES = 1 << 20
 _MAX_MISSING_LISTED = 1000
 _MAX_TOUCHED = 1 << 20
+_MOST_MISSING = 1 << 16
+_PATIENCE_S = 2.0
 OTHER_TAGS = "(others)"
+
+
+class Order:
+    """Which numbers came. ``late`` is by tag; ``missing`` are those before the highest that have not come yet."""
+
+    def __init__(self) -> None:
+        self._last: OrderedDict[str, int] = OrderedDict()
+        self._highest: int | None = None
+        self.missing: set[int] = set()
+        self.missing_since_s = 0.0
+
+    def take(self, number: int, tag: str, now_s: float) -> tuple[bool, str]:
+        """Whether it is late, and what is wrong with that or with what did not come before it."""
+        trouble = ""
+        last = self._last.get(tag)
+        is_late = last is not None and number <= last
+        if is_late:
+            trouble = f"report {number} came after report {last}"
+        else:
+            self._last[tag] = number
+            self._last.move_to_end(tag)
+            if len(self._last) > _MAX_TAGS:
+                self._last.popitem(last=False)
+        if self._highest is None:
+            self._highest = number
+        elif number > self._highest:
+            skipped = range(self._highest + 1, number)
+            if len(skipped) + len(self.missing) > _MOST_MISSING:
+                self.missing.clear()
+                trouble = f"{len(skipped)} reports before report {number} were lost"
+            elif skipped:
+                self.missing_since_s = self.missing_since_s if self.missing else now_s
+                self.missing.update(skipped)
+            self._highest = number
+        else:
+            self.missing.discard(number)
+        return is_late, trouble
+
+    def lost(self, now_s: float) -> str:
+        """What has stayed away for too long to come still, as text; it is not told again."""
+        if not self.missing or now_s - self.missing_since_s < _PATIENCE_S:
+            return ""
+        first, last, count = min(self.missing), max(self.missing), len(self.missing)
+        self.missing.clear()
+        return f"{count} reports from {first} to {last} were lost"
 
 
 class TagCounts:
@@ -78,7 +127,7 @@ class Place:
         self.sync: Sync | None = None
         self.last_sync_id = ""
         self._index = index
-        self._last_seq: int | None = None
+        self._order = Order()
 
     @property
     def chunks(self) -> int:
@@ -86,20 +135,18 @@ class Place:
 
     def forget_order(self) -> None:
         """The worker may number its operations anew."""
-        self._last_seq = None
+        self._order = Order()
 
-    def apply(self, operations: Iterable[KVOpEvent], tag: str) -> str:
-        """Returns why the whole set should be asked for, empty when the reports are whole."""
+    def lost(self, now_s: float) -> str:
+        """Which reports must be taken for lost, empty if none."""
+        return self._order.lost(now_s)
+
+    def apply(self, operations: Iterable[KVOpEvent], tag: str, now_s: float) -> str:
+        """Returns why the whole set should be asked for, empty when nothing is known to be wrong."""
         trouble = ""
         for operation in operations:
-            last = self._last_seq
-            is_late = last is not None and operation.seq_num <= last
-            if is_late:
-                trouble = f"report {operation.seq_num} came after report {last}"
-            else:
-                if last is not None and operation.seq_num > last + 1:
-                    trouble = f"reports {last + 1} to {operation.seq_num - 1} were lost"
-                self._last_seq = operation.seq_num
+            is_late, problem = self._order.take(operation.seq_num, tag, now_s)
+            trouble = problem or trouble
             if operation.op_type is OpType.EVICT:
                 self._evict(operation.key, tag)
             elif not is_late:

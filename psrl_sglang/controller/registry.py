@@ -162,6 +162,8 @@ class Registry:
             worker.status = message.psrl or worker.status
             worker.peer_init_url = message.peer_init_url
             worker.heard_s, worker.beat_s = time.time(), self._clock()
+        for place in worker.places.values():
+            worker.sync_reason = worker.sync_reason or place.lost(self._clock())
         is_syncing = any(place.sync is not None for place in worker.places.values())
         if worker.sync_reason and not is_syncing:
             return [wire.FullSyncCommand(reason=worker.sync_reason)]
@@ -211,7 +213,7 @@ class Registry:
         worker = self._known(message)
         if problem := _too_long("tag", message.tag):
             raise Refused(problem)
-        trouble = self._place(worker, message.location).apply(message.operations, message.tag)
+        trouble = self._place(worker, message.location).apply(message.operations, message.tag, self._clock())
         if trouble and not worker.sync_reason:
             worker.sync_reason = trouble
 

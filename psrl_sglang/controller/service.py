@@ -192,6 +192,8 @@ def _listen(address: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # What is accepted inherits it; asyncio sees to that only where the protocol was named.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind((address, port))
         listener.listen(1024)
     except OSError as error:

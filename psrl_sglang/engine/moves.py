@@ -131,6 +131,7 @@ class EngineMoves:
             chunk_tokens=lmcache.chunk_size,
             heartbeat_s=ours.heartbeat_s,
             controller=controller,
+            takes_unversioned=ours.unversioned_moves == "current",
         )
         try:
             signer = Signer(read_secret(ours.secret_file))

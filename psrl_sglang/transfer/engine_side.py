@@ -22,10 +22,13 @@ class Prefix:
     session: str = ""
 
     @classmethod
-    def of(cls, tokens: list[int] | None, configs: dict[str, Any] | None) -> Prefix:
-        """From a message's fields. Raises `TransferError` for what is missing or not what it should be."""
+    def of(
+        cls, tokens: list[int] | None, configs: dict[str, Any] | None, usual_version: str | None = None
+    ) -> Prefix:
+        """From a message's fields; ``usual_version`` stands in for one that is not named. Raises `TransferError` for
+        what is missing or not what it should be."""
         configs = configs or {}
-        version = configs.get(wire.VERSION_KEY)
+        version = configs.get(wire.VERSION_KEY, usual_version)
         if isinstance(version, int) and not isinstance(version, bool):
             version = str(version)  # as PSRL's trainer counts them
         if not isinstance(version, str) or not version:

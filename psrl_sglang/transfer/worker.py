@@ -45,7 +45,7 @@ _STOPPING = "the engine is stopping"
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """``port`` 0 takes any two free ones, else ``port`` and the next are used. Without ``controller`` it reports to
-    nobody."""
+    nobody. ``takes_unversioned``: a command that names no version means the current one, else it is refused."""
 
     instance_id: str
     incarnation: str
@@ -61,6 +61,7 @@ class WorkerSettings:
     chunk_tokens: int
     heartbeat_s: float
     controller: ControllerAddress | None
+    takes_unversioned: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -177,7 +178,7 @@ class MoveWorker:
 
     def _queue_move(self, command: wire.MoveWorkerMsg, reply: Reply) -> None:
         try:
-            prefix = Prefix.of(command.tokens, command.request_configs)
+            prefix = Prefix.of(command.tokens, command.request_configs, self._usual_version())
             limit_s = _limit_s(command.request_configs, self.settings.move_s)
         except TransferError as error:
             reply(wire.ErrorMsg(str(error)))
@@ -311,7 +312,7 @@ class MoveWorker:
         page = self.store.layout.page_tokens
         if isinstance(command, wire.ClearWorkerMsg):
             return wire.ClearWorkerRetMsg(self._clear(command.location) * page)
-        prefix = Prefix.of(command.tokens, command.request_configs)
+        prefix = Prefix.of(command.tokens, command.request_configs, self._usual_version())
         tag = self._engine.tag_of(prefix.version)
         if isinstance(command, wire.UnpinWorkerMsg):
             return wire.UnpinWorkerRetMsg(self._pins.unpin(self._engine.digests(prefix, tag)) * page)
@@ -331,6 +332,9 @@ class MoveWorker:
             self.store.disk.clear()
             return 0
         raise TransferError(f"location {location!r} is not one of {DRAM_LOCATION}, {DISK_LOCATION}")
+
+    def _usual_version(self) -> str | None:
+        return self._engine.status()["version"] if self.settings.takes_unversioned else None
 
     # ---- reports ----
 

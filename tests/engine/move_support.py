@@ -7,7 +7,7 @@ import socket
 from contextlib import ExitStack
 from typing import Any
 
-from support import status
+from support import status, wait_until
 from tier_support import tiers
 
 from psrl_sglang.lab.servers import Server
@@ -52,13 +52,14 @@ def move(
 
 def assert_no_move_left(*servers: Server) -> None:
     for server in servers:
-        shown = moves(server)
-        counts = shown["moves"]
-        assert not any(counts[name] for name in ("running_out", "waiting_out", "running_in", "quarantined")), (
-            counts
-        )
-        assert not counts["held_after_failure"]
-        assert not shown["pins"]["held"]
+        wait_until(lambda server=server: not _moving(server), "all moves have ended")
+        assert not moves(server)["pins"]["held"]
+
+
+def _moving(server: Server) -> dict[str, int]:
+    counts = moves(server)["moves"]
+    names = ("running_out", "waiting_out", "running_in", "quarantined", "held_after_failure")
+    return {name: counts[name] for name in names if counts[name]}
 
 
 def free_ports(count: int) -> int:

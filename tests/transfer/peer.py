@@ -67,6 +67,7 @@ class PeerOptions:
     pin_s: float = 60.0
     heartbeat_s: float = 0.3
     controller: tuple[str, int, int] | None = None
+    takes_unversioned: bool = False
     send_pause_s: float = 0.0  # a source that is slow with the bytes
     land_pause_s: float = 0.0
     pace_s: float = 0.0  # the bytes go one piece at a time, with pauses
@@ -167,6 +168,7 @@ class Peer:
             pin_s=options.pin_s,
             chunk_tokens=options.chunk_pages * options.page_tokens,
             heartbeat_s=options.heartbeat_s,
+            takes_unversioned=options.takes_unversioned,
             controller=ControllerAddress(*options.controller) if options.controller else None,
         )
         quarantine.QUARANTINE_S = options.quarantine_s

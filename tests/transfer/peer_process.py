@@ -69,6 +69,11 @@ class PeerProcess:
     def state(self) -> dict[str, Any]:
         return self.ask("state")
 
+    def cpu_s(self) -> float:
+        """Of all its threads, since it began."""
+        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def kill(self) -> None:
         self._process.kill()
         self._process.communicate()

@@ -84,6 +84,7 @@ WRONG_VALUES: dict[tuple[str, str], list[object]] = {
     (SGLANG, "move_port"): [-1, 65536, "0"],
     (SGLANG, "moves_at_once"): [0, 65],
     (SGLANG, "move_policy"): ["sometimes", 0, "512"],
+    (SGLANG, "unversioned_moves"): ["any", None],
     (SGLANG, "secret_file"): ["", 3],
     (SGLANG, "heartbeat_s"): [0],
 }

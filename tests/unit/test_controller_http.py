@@ -4,6 +4,7 @@ import contextlib
 import json
 import socket
 import threading
+import time
 
 import pytest
 from controller_support import SECRET, FakeWorker, RunningController, options, status, wait_until
@@ -192,6 +193,16 @@ def test_a_slow_watcher_misses_the_oldest_events():
             feed.publish("move", b"%d" % number)
         assert watcher.missed == 88
     assert feed.watchers == 0
+
+
+def test_an_answer_does_not_wait_for_an_acknowledgement(controller):
+    """40 ms is what a delayed one costs each request of a connection."""
+    taken = []
+    for _ in range(20):
+        start = time.perf_counter()
+        controller.get("/status")
+        taken.append(time.perf_counter() - start)
+    assert sorted(taken)[5] < 0.03
 
 
 def test_it_ends_while_someone_watches():

@@ -169,14 +169,35 @@ def test_a_late_admit_does_not_bring_back_what_was_evicted(registry):
     assert holders(registry, 8) == [("A", 0)]
 
 
-def test_reports_that_were_lost_call_for_a_full_sync(registry):
+def test_reports_that_were_lost_call_for_a_full_sync(registry, clock):
     registry.register(presence(psrl=told()))
     sync(registry, [[]])
     registry.apply(operations(("admit", 1, 10)))
+    registry.apply(operations(("admit", 2, 14)))
+    registry.apply(operations(("admit", 3, 12), tag="2"))
     assert registry.heartbeat(presence(wire.HeartbeatMsg, psrl=told())) == []
-    registry.apply(operations(("admit", 2, 13)))
+    clock.now_s += 3
     [command] = registry.heartbeat(presence(wire.HeartbeatMsg, psrl=told()))
-    assert command.reason == "reports 11 to 12 were lost"
+    assert command.reason == "2 reports from 11 to 13 were lost"
+
+
+def test_very_many_lost_reports_are_noticed_without_being_listed(registry):
+    registry.register(presence(psrl=told()))
+    sync(registry, [[]])
+    registry.apply(operations(("admit", 1, 10), ("admit", 2, 1 << 60)))
+    [command] = registry.heartbeat(presence(wire.HeartbeatMsg, psrl=told()))
+    assert "were lost" in command.reason
+
+
+def test_reports_of_one_tag_may_come_after_later_ones_of_another(registry, clock):
+    """A worker sends what has gathered tag by tag."""
+    registry.register(presence(psrl=told()))
+    sync(registry, [[]])
+    registry.apply(operations(("admit", 1, 1), ("admit", 3, 3), ("evict", 1, 5), tag="1"))
+    registry.apply(operations(("admit", 2, 2), ("admit", 4, 4), tag="2"))
+    assert [bool(holders(registry, key)) for key in (1, 2, 3, 4)] == [False, True, True, True]
+    clock.now_s += 3
+    assert registry.heartbeat(presence(wire.HeartbeatMsg, psrl=told())) == []
 
 
 def test_a_full_sync_replaces_the_set_at_once_and_not_before_its_end(registry):
