@@ -37,6 +37,7 @@ TURNS = 7
 IDLE_S = 10.0
 TARGETS = {"cma": 0.60, "tcp": 0.80, "nixl": 0.85}
 PAGES = 128
+SEND_BYTES = 2 * MIB  # faster than all at once
 PAGE_BYTES = SIZE_BYTES // PAGES
 
 
@@ -48,6 +49,7 @@ def main() -> None:
     if given.nixl_target:
         nixl_target()
         return
+    go_first()
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; {SIZE_BYTES >> 20} MiB; best of {TURNS}")
     bare = {"cma": memcpy, "tcp": loopback, "nixl": nixl_write}
     for name in given.what:
@@ -58,6 +60,15 @@ def main() -> None:
             with bare[name]() as bare_once:
                 for chunk_bytes in (32 * MIB, 4 * MIB):
                     report(name, chunk_bytes, bare_once)
+
+
+def go_first() -> None:
+    """Where it is allowed: else what else runs on the machine is measured too, and more of it with two processes
+    than with one."""
+    try:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except PermissionError:
+        print("not allowed to go before other processes: the ratios are those of a busy machine")
 
 
 def report(name: str, chunk_bytes: int, bare_once: Callable[[], float]) -> None:
@@ -123,7 +134,8 @@ def loopback() -> Iterator[Callable[[], float]]:
 
             def once() -> float:
                 began_s = time.perf_counter()
-                sock.sendall(source.memory)
+                for at in range(0, SIZE_BYTES, SEND_BYTES):
+                    sock.sendall(source.memory[at : at + SEND_BYTES])
                 sock.recv(1)
                 return time.perf_counter() - began_s
 
@@ -137,7 +149,7 @@ def receive_all(port: int) -> None:
         while True:
             at = 0
             while at < SIZE_BYTES:
-                got = sock.recv_into(view[at:])
+                got = sock.recv_into(view[at : at + SEND_BYTES])
                 if not got:
                     os._exit(0)
                 at += got

@@ -122,8 +122,9 @@ async def _serve(options: Options, json_ready: bool) -> None:
     import asyncio
     import signal
 
-    from psrl_sglang.controller.service import ControllerService
+    from psrl_sglang.controller.service import ControllerService, allow_many_connections
 
+    allow_many_connections()
     service = ControllerService(options)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

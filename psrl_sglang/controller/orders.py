@@ -10,14 +10,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import zmq.asyncio
-
 from psrl_sglang.controller.inbox import Inbox
 from psrl_sglang.controller.recent import Sessions
 from psrl_sglang.controller.registry import Registry, Worker
 from psrl_sglang.transfer import messages as wire
-from psrl_sglang.transfer.ask import Answer, ask_all
-from psrl_sglang.transfer.auth import Signer
+from psrl_sglang.transfer.ask import Answer, AsyncAsker
 from psrl_sglang.transfer.client import (
     DRAM_LOCATION,
     MoveResult,
@@ -81,21 +78,11 @@ class PlannedMove:
 
 
 class Orders:
-    """Borrows the context; every socket lives as long as its question."""
-
-    def __init__(
-        self,
-        context: zmq.asyncio.Context,
-        registry: Registry,
-        sessions: Sessions,
-        inbox: Inbox,
-        signer: Signer,
-    ) -> None:
-        self._context = context
+    def __init__(self, asker: AsyncAsker, registry: Registry, sessions: Sessions, inbox: Inbox) -> None:
+        self._asker = asker
         self._registry = registry
         self._sessions = sessions
         self._inbox = inbox
-        self._signer = signer
 
     def ranks(self, instance_id: str, field: str = "instance_id") -> list[Worker]:
         """Raises `Refusal`."""
@@ -115,7 +102,7 @@ class Orders:
 
     async def ask_each(self, asks: Sequence[tuple[Worker, wire.Message]], timeout_s: float) -> list[Answer]:
         addressed = [(worker.address, message) for worker, message in asks]
-        return await ask_all(self._context, addressed, self._signer, timeout_s)
+        return await self._asker.ask_all(addressed, timeout_s)
 
     async def command(self, workers: Sequence[Worker], message: wire.Message, timeout_s: float) -> list[Answer]:
         """`ask`, where every rank must have done it. Raises `Refusal`."""
@@ -173,7 +160,7 @@ class Orders:
             )
             for sender, peer_url in plan.pairs
         ]
-        answers = await ask_all(self._context, asks, self._signer, order.timeout_s)
+        answers = await self._asker.ask_all(asks, order.timeout_s)
         seconds = time.monotonic() - start_s
         self._record(plan, answers, seconds)
         senders = [sender for sender, _ in plan.pairs]

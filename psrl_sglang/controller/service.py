@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import resource
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,12 +25,14 @@ from psrl_sglang.controller.orders import Orders
 from psrl_sglang.controller.recent import Moves, Sessions
 from psrl_sglang.controller.registry import Limits, Registry
 from psrl_sglang.controller.sockets import PortInUse, WorkerSockets
+from psrl_sglang.transfer.ask import AsyncAsker
 from psrl_sglang.transfer.auth import Signer
 
 logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
 _HTTP_GRACE_S = 2
+_OPEN_FILES = 65536
 
 
 class NotAllowed(ValueError):
@@ -75,7 +78,7 @@ class ControllerService:
         with contextlib.ExitStack() as bound:
             context = zmq.asyncio.Context()
             bound.callback(context.destroy, linger=0)
-            orders = Orders(context, registry, sessions, inbox, signer)
+            orders = Orders(AsyncAsker(context, signer), registry, sessions, inbox)
             self.core = Core(registry, sessions, moves, feed, metrics, inbox, orders, MoveJobs(orders))
             self._workers = WorkerSockets(context, inbox, signer, metrics, options.advertise)
             bound.callback(self._workers.close)
@@ -145,6 +148,16 @@ class ControllerService:
             if index.needs_sweep:
                 for _ in index.sweep():
                     await asyncio.sleep(0)
+
+
+def allow_many_connections() -> None:
+    """Raise this process's limit of open files as far as it may: each worker has three connections here."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    if wanted < _OPEN_FILES:
+        logger.warning("at most %d open files: enough for %d workers; raise `ulimit -n`", wanted, wanted // 4)
 
 
 class _Server(uvicorn.Server):

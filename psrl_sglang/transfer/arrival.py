@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +19,7 @@ from psrl_sglang.transfer.exchange import (
     Granted,
     Offer,
     Run,
-    Sums,
+    checksum,
     cut,
     salted,
 )
@@ -76,14 +75,11 @@ class Arrivals:
     """Thread-safe: one call of ``take`` is one move. Room of which the source may not have let go is left to
     ``quarantine``."""
 
-    def __init__(
-        self, store: KVStore, rules: LandingRules, quarantine: Quarantine, summing: ThreadPoolExecutor
-    ) -> None:
+    def __init__(self, store: KVStore, rules: LandingRules, quarantine: Quarantine) -> None:
         self._store = store
         self._dram = store.dram
         self._rules = rules
         self._quarantine = quarantine
-        self._summing = summing
 
     def take(self, channel: Channel, offer: Offer, deadline: Deadline) -> None:
         """The destination's part of an exchange, after the offer. Raises `TransferError`; `PeerRefused` before the
@@ -165,14 +161,13 @@ class Arrivals:
     def _receive(self, channel: Channel, parts: Sequence[_Part], deadline: Deadline) -> tuple[bytes, bytes]:
         """The checksums of what came, and of what was sent."""
         pieces = [piece for part in parts for piece in part.pieces]
-        sums = Sums(self._summing)
-        try:
-            for index in channel.transport.receive(channel.link, channel.theirs, pieces, deadline):
-                sums.add(pieces[index : index + 1])
-            told = channel.link.receive(Commit, deadline).sums
-            return sums.result(deadline), told
-        finally:
-            sums.stop()
+        sums = [b""] * len(pieces)
+
+        def landed(index: int) -> None:
+            sums[index] = checksum(pieces[index])  # at once, while the bytes are in this core's cache
+
+        channel.transport.receive(channel.link, channel.theirs, pieces, landed, deadline)
+        return b"".join(sums), channel.link.receive(Commit, deadline).sums
 
     def _commit(self, parts: Sequence[_Part], mine: bytes, told: bytes, deadline: Deadline) -> None:
         if len(told) != len(mine):

@@ -43,41 +43,43 @@ class Answer:
     problem: str = ""
 
 
-async def ask_all(
-    context: zmq.asyncio.Context,
-    asks: Sequence[Ask],
-    signer: Signer,
-    timeout_s: float,
-) -> list[Answer]:
-    """The answers of several workers at once, in the order of ``asks``, within ``timeout_s``."""
-    return list(await asyncio.gather(*(_ask(context, *ask, signer, timeout_s) for ask in asks)))
+class AsyncAsker:
+    """Asks from one event loop. Borrows the context. At most ``at_once`` questions have a socket at a time, for
+    ZMQ ends the process when it has no file descriptor left; waiting for one counts as waiting for the answer."""
 
+    def __init__(self, context: zmq.asyncio.Context, signer: Signer, at_once: int = 128) -> None:
+        self._context = context
+        self._signer = signer
+        self._room = asyncio.Semaphore(at_once)
 
-async def _ask(
-    context: zmq.asyncio.Context, address: str, message: wire.Message, signer: Signer, timeout_s: float
-) -> Answer:
-    try:
-        socket = context.socket(zmq.REQ)
-    except zmq.ZMQError as error:
-        return Answer(address, "garbled", problem=f"cannot ask {address}: {error.strerror}")
-    try:
-        _connect(socket, address)
-        async with asyncio.timeout(timeout_s):
-            await socket.send_multipart(signer.sign(wire.encode(message)))
-            frames = await socket.recv_multipart()
-    except TimeoutError:
-        return _silent(address, timeout_s)
-    except zmq.ZMQError as error:
-        return Answer(address, "garbled", problem=f"cannot ask {address}: {error.strerror}")
-    finally:
-        socket.close(linger=0)
-    return _read(address, message, frames, signer)
+    async def ask_all(self, asks: Sequence[Ask], timeout_s: float) -> list[Answer]:
+        """The answers of several workers at once, in the order of ``asks``, within ``timeout_s``."""
+        return list(await asyncio.gather(*(self._ask(*ask, timeout_s) for ask in asks)))
+
+    async def _ask(self, address: str, message: wire.Message, timeout_s: float) -> Answer:
+        try:
+            async with asyncio.timeout(timeout_s), self._room:
+                frames = await self._exchange(address, wire.encode(message))
+        except TimeoutError:
+            return _silent(address, timeout_s)
+        except zmq.ZMQError as error:
+            return Answer(address, "garbled", problem=f"cannot ask {address}: {error.strerror}")
+        return _read(address, message, frames, self._signer)
+
+    async def _exchange(self, address: str, payload: bytes) -> list[bytes]:
+        socket = self._context.socket(zmq.REQ)
+        try:
+            _connect(socket, address)
+            await socket.send_multipart(self._signer.sign(payload))
+            return await socket.recv_multipart()
+        finally:
+            socket.close(linger=0)
 
 
 def ask_all_blocking(
     context: zmq.Context[Any], asks: Sequence[Ask], signer: Signer, timeout_s: float
 ) -> list[Answer]:
-    """`ask_all` for a thread without an event loop."""
+    """The answers of several workers at once, in the order of ``asks``, for a thread without an event loop."""
     deadline = time.monotonic() + timeout_s
     answers = {index: _silent(address, timeout_s) for index, (address, _) in enumerate(asks)}
     waiting: dict[Any, int] = {}

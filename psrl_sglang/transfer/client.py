@@ -16,7 +16,7 @@ import zmq
 import zmq.asyncio
 
 from psrl_sglang.transfer import messages as wire
-from psrl_sglang.transfer.ask import Answer, Ask, ask_all, ask_all_blocking
+from psrl_sglang.transfer.ask import Answer, Ask, AsyncAsker, ask_all_blocking
 from psrl_sglang.transfer.auth import Signer
 
 DRAM_LOCATION = "LocalCPUBackend"
@@ -289,8 +289,8 @@ class AsyncMoveClient:
     """`MoveClient` for an event loop. Close it, or use it in an `async with`."""
 
     def __init__(self, secret: bytes = b"") -> None:
-        self._signer = Signer(secret)
         self._context = zmq.asyncio.Context()
+        self._asker = AsyncAsker(self._context, Signer(secret))
 
     async def transfer_direct(
         self,
@@ -375,4 +375,4 @@ class AsyncMoveClient:
         self.close()
 
     async def _ask(self, asks: Sequence[Ask], timeout_s: float) -> list[Answer]:
-        return await ask_all(self._context, asks, self._signer, timeout_s)
+        return await self._asker.ask_all(asks, timeout_s)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Annotated
 
 import msgspec
@@ -22,6 +24,8 @@ from psrl_sglang.transfer.transport import TransportUnusable
 _PR_SET_PTRACER = 0x59616D61
 _ANY = ctypes.c_ulong(-1)
 _TOKEN_BYTES = 32
+_COPIERS = 2  # of one move; one alone does not use all that memory can do
+_MOST_HELPERS = 64  # of all moves; made when they are needed
 
 
 class CmaOffer(msgspec.Struct, frozen=True):
@@ -44,6 +48,7 @@ class CmaTransport:
     is_one_sided = False
 
     def __init__(self, arena: Arena) -> None:
+        self._helpers = ThreadPoolExecutor(_MOST_HELPERS, thread_name_prefix="psrl-move-copy")
         self._library = ctypes.CDLL(None, use_errno=True)
         try:
             self._read = self._library.process_vm_readv
@@ -78,22 +83,53 @@ class CmaTransport:
             raise TransportUnusable("another host or PID namespace")
 
     def send(
-        self, link: Link, way: None, pieces: Sequence[memoryview], places: Sequence[int], deadline: Deadline
+        self,
+        link: Link,
+        way: None,
+        pieces: Sequence[memoryview],
+        places: Sequence[int],
+        read: Callable[[int], None],
+        deadline: Deadline,
     ) -> None:
         addresses = np.array([_address(piece) for piece in pieces], dtype="<u8")
         link.send(Addresses(addresses.tobytes()), deadline)
+        for index in range(len(pieces)):
+            read(index)
 
     def receive(
-        self, link: Link, offer: bytes, pieces: Sequence[memoryview], deadline: Deadline
-    ) -> Iterator[int]:
+        self,
+        link: Link,
+        offer: bytes,
+        pieces: Sequence[memoryview],
+        landed: Callable[[int], None],
+        deadline: Deadline,
+    ) -> None:
         pid = _decode(offer).pid
         data = link.receive(Addresses, deadline).addresses
         if len(data) != 8 * len(pieces):
             raise TransferError(f"{len(data)} bytes of addresses for {len(pieces)} pieces")
-        for index, (piece, address) in enumerate(zip(pieces, np.frombuffer(data, dtype="<u8"), strict=True)):
-            deadline.require("copying")
-            self._copy(pid, int(address), piece)
-            yield index
+        addresses = np.frombuffer(data, dtype="<u8")
+        left = iter(range(len(pieces)))
+        must_stop = threading.Event()
+
+        def copy() -> None:
+            try:
+                for index in left:
+                    if must_stop.is_set():
+                        return
+                    deadline.require("copying")
+                    self._copy(pid, int(addresses[index]), pieces[index])
+                    landed(index)
+            finally:
+                must_stop.set()  # all are taken, or one failed
+
+        helpers = [self._helpers.submit(copy) for _ in range(min(_COPIERS, len(pieces)) - 1)]
+        try:
+            copy()
+        finally:
+            wait(helpers)
+        for helper in helpers:
+            helper.result()
 
     def is_drained(self, link: Link) -> bool:
         return True
@@ -102,7 +138,7 @@ class CmaTransport:
         pass
 
     def close(self) -> None:
-        pass
+        self._helpers.shutdown(wait=True)
 
     def _copy(self, pid: int, address: int, into: memoryview) -> None:
         at = 0

@@ -12,19 +12,16 @@ Pages are named by SGLang's own hash, cut to 16 bytes, without the salt that eac
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
 import xxhash
 
 from psrl_sglang.keys import count
-from psrl_sglang.transfer.link import Deadline, DeadlinePassed
 
 PIECE_BYTES = 2 << 20  # stays in a core's cache between its copy and its checksum
 SUM_BYTES = 8
-_PIECES_A_TASK = 8
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 
@@ -94,30 +91,5 @@ def salted(digests: bytes, salt: bytes) -> bytes:
     return number.to_bytes(len(digests), "big")
 
 
-class Sums:
-    """The checksums of the pieces of one move, worked out on ``pool`` beside the copying."""
-
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
-        self._futures: list[Future[bytes]] = []
-
-    def add(self, pieces: Sequence[memoryview]) -> None:
-        """The next pieces, whose bytes are there."""
-        for at in range(0, len(pieces), _PIECES_A_TASK):
-            self._futures.append(self._pool.submit(_sums_of, pieces[at : at + _PIECES_A_TASK]))
-
-    def result(self, deadline: Deadline) -> bytes:
-        """8 bytes for each piece added, in order. Raises `DeadlinePassed`."""
-        try:
-            return b"".join(future.result(max(0.0, deadline.left_s)) for future in self._futures)
-        except TimeoutError:
-            raise DeadlinePassed(f"checksums took until {deadline.seconds:.1f} s were over") from None
-
-    def stop(self) -> None:
-        """Nobody wants them any more."""
-        for future in self._futures:
-            future.cancel()
-
-
-def _sums_of(pieces: Sequence[memoryview]) -> bytes:
-    return b"".join(xxhash.xxh3_64_digest(piece) for piece in pieces)
+def checksum(piece: memoryview) -> bytes:
+    return xxhash.xxh3_64_digest(piece)

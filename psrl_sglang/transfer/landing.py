@@ -6,7 +6,6 @@ import logging
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 from psrl_sglang.store.store import KVStore
 from psrl_sglang.transfer.arrival import LATE_S, Arrivals, Channel, LandingRules
@@ -57,8 +56,7 @@ class Landing:
         self._signer = signer
         self._socket = sock
         self._quarantine = Quarantine()
-        self._summing = ThreadPoolExecutor(2, thread_name_prefix="psrl-move-check")
-        self._arrivals = Arrivals(store, rules, self._quarantine, self._summing)
+        self._arrivals = Arrivals(store, rules, self._quarantine)
         self._links: dict[Link, threading.Thread] = {}
         self._running = 0
         self._lock = threading.Lock()
@@ -95,7 +93,6 @@ class Landing:
         end = Deadline(_CLOSE_S)
         for thread in links.values():
             thread.join(max(0.0, end.left_s))
-        self._summing.shutdown(wait=True, cancel_futures=True)
         self._quarantine.close()
 
     def _accept(self) -> None:

@@ -11,7 +11,8 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -25,9 +26,10 @@ from psrl_sglang.store.arena import Arena
 from psrl_sglang.transfer.link import Deadline, Link, PeerLost, TransferError
 from psrl_sglang.transfer.transport import TransportUnusable
 
-_BATCH_BYTES = 16 << 20  # one request: its post holds the agent's lock while it copies
+_BATCH_BYTES = 8 << 20  # one request: its post holds the agent's lock while it copies
 _PROGRESS_US = 50_000  # NIXL asks for 0, at which an idle agent burns a core; events wake the thread anyhow
 _LONGEST_PAUSE_S = 0.001
+_MOST_READERS = 64  # threads of all moves; made when they are needed
 _ENVIRONMENT = {
     "UCX_TCP_CONN_NB": "y",  # else a peer that is silent blocks the agent for minutes
     "UCX_LOG_FILE": "stderr",
@@ -71,6 +73,7 @@ class NixlTransport:
         self._ways: dict[str, _Way] = {}
         self._leaving: list[_Way] = []  # forgotten, and still in use by what was given up
         self._given_up: list[tuple[Link, _Way, Any]] = []
+        self._readers = ThreadPoolExecutor(_MOST_READERS, thread_name_prefix="psrl-move-nixl")
         self._memory = arena.memory  # keeps the mapping for as long as it is registered
         try:
             self._agent: Any = _make_agent(api)
@@ -91,7 +94,9 @@ class NixlTransport:
         theirs = self._decode(offer)
         with self._lock:
             self._reap()
-            way = self._ways.get(peer) or self._back_again(peer)
+            if any(way.peer == peer for _, way, _ in self._given_up):
+                raise TransportUnusable("an earlier write has not ended")
+            way = self._ways.get(peer)
             if way is None:
                 try:
                     agent = self._agent.add_remote_agent(theirs.metadata)
@@ -102,29 +107,49 @@ class NixlTransport:
             return way
 
     def send(
-        self, link: Link, way: _Way, pieces: Sequence[memoryview], places: Sequence[int], deadline: Deadline
+        self,
+        link: Link,
+        way: _Way,
+        pieces: Sequence[memoryview],
+        places: Sequence[int],
+        read: Callable[[int], None],
+        deadline: Deadline,
     ) -> None:
-        batch: list[tuple[int, int, int]] = []
-        size = 0
-        for index, (piece, place) in enumerate(zip(pieces, places, strict=True)):
-            if not 0 <= place <= way.size_bytes - len(piece):
-                raise TransferError(f"{link.peer} grants {len(piece)} bytes at {place}, outside of its arena")
-            batch.append((np.frombuffer(piece, dtype=np.uint8).ctypes.data, way.address + place, len(piece)))
-            size += len(piece)
-            if size >= _BATCH_BYTES or index == len(pieces) - 1:
+        done = 0
+        reading: list[Future[None]] = []
+        try:
+            for upto in _batches(pieces):
+                batch: list[tuple[int, int, int]] = []
+                for piece, place in zip(pieces[done:upto], places[done:upto], strict=True):
+                    if not 0 <= place <= way.size_bytes - len(piece):
+                        size = len(piece)
+                        raise TransferError(f"{link.peer} grants {size} bytes at {place}, outside of its arena")
+                    address = np.frombuffer(piece, dtype=np.uint8).ctypes.data
+                    batch.append((address, way.address + place, len(piece)))
                 self._write(link, way, batch, deadline)
-                link.send(Written(index + 1), deadline)
-                batch, size = [], 0
+                link.send(Written(upto), deadline)
+                # NIXL copies in this thread where it cannot leave that to a card, and has just had these at hand.
+                reading.append(self._readers.submit(_each, read, done, upto))
+                done = upto
+        finally:
+            wait(reading)
+        for one in reading:
+            one.result()
 
     def receive(
-        self, link: Link, offer: bytes, pieces: Sequence[memoryview], deadline: Deadline
-    ) -> Iterator[int]:
+        self,
+        link: Link,
+        offer: bytes,
+        pieces: Sequence[memoryview],
+        landed: Callable[[int], None],
+        deadline: Deadline,
+    ) -> None:
         done = 0
         while done < len(pieces):
             upto = link.receive(Written, deadline).pieces
             if not done < upto <= len(pieces):
                 raise TransferError(f"{link.peer} says {upto} of {len(pieces)} pieces are written")
-            yield from range(done, upto)
+            _each(landed, done, upto)
             done = upto
 
     def is_drained(self, link: Link) -> bool:
@@ -141,6 +166,7 @@ class NixlTransport:
 
     def close(self) -> None:
         """The agent ends with its last request; until then it and the memory stay."""
+        self._readers.shutdown(wait=True)
         with self._lock:
             for peer in list(self._ways):
                 self.forget(peer)
@@ -149,14 +175,6 @@ class NixlTransport:
             else:
                 self._agent.deregister_memory(self._registered)
             self._agent = self._registered = self._memory = None
-
-    def _back_again(self, peer: str) -> _Way | None:
-        for way in self._leaving:
-            if way.peer == peer:
-                self._leaving.remove(way)
-                self._ways[peer] = way
-                return way
-        return None
 
     def _reap(self) -> None:
         """With the lock: let go of the requests that have ended, and then of the peers they were for."""
@@ -230,6 +248,21 @@ class NixlTransport:
         if theirs.version != self._version:
             raise TransportUnusable(f"NIXL {theirs.version} there, {self._version} here")
         return theirs
+
+
+def _batches(pieces: Sequence[memoryview]) -> Iterator[int]:
+    """Up to which piece each request goes."""
+    size = 0
+    for index, piece in enumerate(pieces, 1):
+        size += len(piece)
+        if size >= _BATCH_BYTES or index == len(pieces):
+            yield index
+            size = 0
+
+
+def _each(call: Callable[[int], None], first: int, upto: int) -> None:
+    for index in range(first, upto):
+        call(index)
 
 
 # Agents that were closed with requests under way, and what these read or write: kept for as long as the process.

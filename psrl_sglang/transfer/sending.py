@@ -6,13 +6,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 from psrl_sglang.store.dram import DramTier, Lease
 from psrl_sglang.transfer.auth import Signer
-from psrl_sglang.transfer.exchange import Commit, Done, Grant, Granted, Offer, Run, Sums, cut
+from psrl_sglang.transfer.exchange import Commit, Done, Grant, Granted, Offer, Run, checksum, cut
 from psrl_sglang.transfer.handshake import Party, Use, meet_destination
 from psrl_sglang.transfer.link import Deadline, DeadlinePassed, Link, PeerLost, PeerRefused, TransferError
 from psrl_sglang.transfer.transport import Transport, Transports
@@ -80,7 +79,6 @@ class Sender:
         self._undrained: list[tuple[_Way, Cargo]] = []
         self._is_closed = False
         self._lock = threading.Lock()
-        self._summing = ThreadPoolExecutor(2, thread_name_prefix="psrl-move-sum")
 
     def send(self, cargo: Cargo, address: str, deadline: Deadline) -> Sent:
         """Give ``cargo`` to the worker at ``address``. Takes the cargo and releases it. Raises `TransferError`."""
@@ -100,6 +98,9 @@ class Sender:
             else:
                 with self._lock:
                     self._undrained.append((way, cargo))
+                self._close_idle(
+                    way.peer
+                )  # the next move finds another transport, or that this one is well again
 
     def tidy(self) -> None:
         """Close links that nobody used for long, and release what is no longer read. Call now and then."""
@@ -137,7 +138,6 @@ class Sender:
         self.interrupt()
         for way in self._pop_idle(float("inf")):
             self._drop(way, is_lost=False)
-        self._summing.shutdown(wait=True, cancel_futures=True)
         self.tidy()
 
     # ---- one move ----
@@ -168,13 +168,13 @@ class Sender:
         link = way.link
         pieces, places = self._pieces(cargo, granted, link.peer)
         if pieces:
-            sums = Sums(self._summing)
-            try:
-                sums.add(pieces)
-                way.transport.send(link, way.way, pieces, places, deadline)
-                link.send(Commit(sums.result(deadline)), deadline)
-            finally:
-                sums.stop()
+            sums = [b""] * len(pieces)
+
+            def read(index: int) -> None:
+                sums[index] = checksum(pieces[index])
+
+            way.transport.send(link, way.way, pieces, places, read, deadline)
+            link.send(Commit(b"".join(sums)), deadline)
         done = link.receive(Done, deadline)
         size_bytes = sum(map(len, pieces))
         return Sent(done.present_pages, done.moved_pages, size_bytes, way.transport.name, done.reason)
@@ -256,6 +256,14 @@ class Sender:
                     (popped if is_old else kept.setdefault(address, [])).append(way)
             self._idle = kept
         return popped
+
+    def _close_idle(self, peer: str) -> None:
+        with self._lock:
+            popped = [way for ways in self._idle.values() for way in ways if way.peer == peer]
+            kept = {address: [w for w in ways if w.peer != peer] for address, ways in self._idle.items()}
+            self._idle = {address: ways for address, ways in kept.items() if ways}
+        for way in popped:
+            self._drop(way, is_lost=False)
 
     def _keep(self, way: _Way) -> None:
         way.used_s = time.monotonic()

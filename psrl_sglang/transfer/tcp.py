@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from psrl_sglang.store.arena import Arena
 from psrl_sglang.transfer.link import Deadline, Link
@@ -25,16 +25,29 @@ class TcpTransport:
         return None
 
     def send(
-        self, link: Link, way: None, pieces: Sequence[memoryview], places: Sequence[int], deadline: Deadline
+        self,
+        link: Link,
+        way: None,
+        pieces: Sequence[memoryview],
+        places: Sequence[int],
+        read: Callable[[int], None],
+        deadline: Deadline,
     ) -> None:
-        link.send_views(pieces, deadline)
+        for index, piece in enumerate(pieces):
+            read(index)  # which brings it into the cache
+            link.send_views([piece], deadline)
 
     def receive(
-        self, link: Link, offer: bytes, pieces: Sequence[memoryview], deadline: Deadline
-    ) -> Iterator[int]:
+        self,
+        link: Link,
+        offer: bytes,
+        pieces: Sequence[memoryview],
+        landed: Callable[[int], None],
+        deadline: Deadline,
+    ) -> None:
         for index, piece in enumerate(pieces):
             link.receive_into(piece, deadline)
-            yield index
+            landed(index)
 
     def is_drained(self, link: Link) -> bool:
         return True

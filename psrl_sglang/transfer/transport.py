@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -48,16 +48,29 @@ class Transport(Protocol):
         ...
 
     def send(
-        self, link: Link, way: Any, pieces: Sequence[memoryview], places: Sequence[int], deadline: Deadline
+        self,
+        link: Link,
+        way: Any,
+        pieces: Sequence[memoryview],
+        places: Sequence[int],
+        read: Callable[[int], None],
+        deadline: Deadline,
     ) -> None:
-        """Deliver ``pieces``, each to its ``place`` in the other arena. They stay as they are until this returns,
-        or after it raised until ``is_drained``. Raises `TransferError`."""
+        """Deliver ``pieces``, each to its ``place`` in the other arena. Calls ``read`` with the index of each once,
+        when it is cheapest to read, on any thread. They stay as they are until this returns, or after it raised
+        until ``is_drained``. Raises `TransferError`."""
         ...
 
     def receive(
-        self, link: Link, offer: bytes, pieces: Sequence[memoryview], deadline: Deadline
-    ) -> Iterator[int]:
-        """Yields the index of each piece once its bytes are here, in order. Raises `TransferError`."""
+        self,
+        link: Link,
+        offer: bytes,
+        pieces: Sequence[memoryview],
+        landed: Callable[[int], None],
+        deadline: Deadline,
+    ) -> None:
+        """Calls ``landed`` with the index of each piece once its bytes are here, on any thread. When this has
+        returned or raised, nothing on this side writes to them. Raises `TransferError`."""
         ...
 
     def is_drained(self, link: Link) -> bool:

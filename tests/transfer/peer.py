@@ -304,21 +304,23 @@ def _after(pause_s: Callable[[], float], call: Callable[..., Any]) -> Callable[.
     return later
 
 
-def _paced(send: Callable[..., None], pause_s: Callable[[], float]) -> Callable[..., None]:
-    def piecewise(link: Any, way: Any, pieces: Any, places: Any, deadline: Deadline) -> None:
-        for piece, place in zip(pieces, places, strict=True):
-            send(link, way, [piece], [place], deadline)
+def _paced(send: Callable[..., Any], pause_s: Callable[[], float]) -> Callable[..., Any]:
+    def slow(link: Any, way: Any, pieces: Any, places: Any, read: Any, deadline: Deadline) -> None:
+        def later(index: int) -> None:
             time.sleep(pause_s())
+            read(index)
 
-    return piecewise
+        send(link, way, pieces, places, later, deadline)
+
+    return slow
 
 
-def _slow_or_wrong(send: Callable[..., None], options: PeerOptions) -> Callable[..., None]:
-    def other(link: Any, way: Any, pieces: Sequence[memoryview], places: Any, deadline: Deadline) -> None:
+def _slow_or_wrong(send: Callable[..., Any], options: PeerOptions) -> Callable[..., Any]:
+    def other(link: Any, way: Any, pieces: Any, places: Any, read: Any, deadline: Deadline) -> None:
         if options.damage:
             pieces = [memoryview(bytearray(piece)) for piece in pieces]
             pieces[len(pieces) // 2][7] ^= 1
-        send(link, way, pieces, places, deadline)
+        send(link, way, pieces, places, read, deadline)
         time.sleep(options.send_pause_s)
         if options.damage:
             other.kept = pieces  # type: ignore[attr-defined]  # cma reads them later
@@ -327,20 +329,24 @@ def _slow_or_wrong(send: Callable[..., None], options: PeerOptions) -> Callable[
 
 
 def _slow_landing(receive: Callable[..., Any], pause_s: Callable[[], float]) -> Callable[..., Any]:
-    def other(*args: Any) -> Any:
-        for index in receive(*args):
-            yield index
+    def other(link: Any, offer: bytes, pieces: Any, landed: Any, deadline: Deadline) -> None:
+        def later(index: int) -> None:
+            landed(index)
             time.sleep(pause_s())
+
+        receive(link, offer, pieces, later, deadline)
 
     return other
 
 
 def _wrong_landing(receive: Callable[..., Any]) -> Callable[..., Any]:
-    def other(link: Any, offer: bytes, pieces: Sequence[memoryview], deadline: Deadline) -> Any:
-        for index in receive(link, offer, pieces, deadline):
+    def other(link: Any, offer: bytes, pieces: Any, landed: Any, deadline: Deadline) -> None:
+        def wrong(index: int) -> None:
             if index == len(pieces) // 2:
                 pieces[index][7] ^= 1
-            yield index
+            landed(index)
+
+        receive(link, offer, pieces, wrong, deadline)
 
     return other
 

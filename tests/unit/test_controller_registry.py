@@ -1,26 +1,11 @@
-"""Who is there and who holds what: leases, replacement, order of reports, full syncs, against simple models."""
-
-import itertools
+"""Who is there and who holds what: leases, replacement, order of reports, full syncs."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from registry_support import DRAM, Clock, holders, operations, presence, sync, told
 
-from psrl_sglang.controller.holders import HolderIndex
 from psrl_sglang.controller.recent import Moves, Sessions
 from psrl_sglang.controller.registry import Limits, Refused, Registry, UnknownWorker
 from psrl_sglang.transfer import messages as wire
-
-DRAM = "LocalCPUBackend"
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @pytest.fixture
@@ -31,34 +16,6 @@ def clock():
 @pytest.fixture
 def registry(clock):
     return Registry(Limits(lease_s=15.0, foreign_lease_s=300.0, sync_s=60.0), clock)
-
-
-def told(incarnation="start-1", **changes):
-    values = {"version": "1", "tag": "1", "window": ["1"], "layout": "l", "page_tokens": 16}
-    return wire.WorkerStatus(incarnation=incarnation, chunk_tokens=64, rank=0, ranks=1, **{**values, **changes})
-
-
-def presence(kind=wire.RegisterMsg, instance_id="A", worker_id=0, port=5000, psrl=None, ip="10.0.0.1"):
-    return kind(instance_id, worker_id, ip, port, f"{ip}:{port + 1}", psrl)
-
-
-def operations(*entries, instance_id="A", tag="1"):
-    """Entries are ("admit" or "evict", key, seq)."""
-    made = [wire.KVOpEvent(wire.OpType(kind), key, seq) for kind, key, seq in entries]
-    return wire.BatchedKVOperationMsg(instance_id, 0, DRAM, made, tag)
-
-
-def holders(registry, key):
-    return sorted(place.worker for place in registry.holders(key))
-
-
-def sync(registry, batches, instance_id="A", sync_id="s"):
-    total = sum(map(len, batches))
-    answer = registry.start_sync(wire.FullSyncStartMsg(instance_id, 0, DRAM, sync_id, total, len(batches)))
-    assert answer.accepted, answer.error_msg
-    for batch_id, keys in enumerate(batches):
-        registry.sync_batch(wire.FullSyncBatchMsg(instance_id, 0, DRAM, sync_id, batch_id, keys, "1"))
-    registry.end_sync(wire.FullSyncEndMsg(instance_id, 0, DRAM, sync_id, total))
 
 
 def test_a_second_registration_replaces_the_address_at_once(registry):
@@ -275,156 +232,3 @@ def test_only_the_last_moves_are_kept_and_all_are_counted():
         moves.add("A", 0, "moved", wire.MoveRecord("a", "b", "1", number, 0, 0, 0.0))
     assert [move.record.num_tokens for move in moves.latest(10)] == [4, 3, 2]
     assert moves.number == 5
-
-
-# ---- against models ----
-
-KEYS = st.integers(0, 5)
-
-
-class IndexAgainstSets(RuleBasedStateMachine):
-    """`HolderIndex` beside one set for each number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.index = HolderIndex(10_000)
-        self.sets: dict[int, set[int]] = {}
-        self.sweep = iter(())
-
-    @rule()
-    def new(self):
-        self.sets[self.index.new_number()] = set()
-
-    @precondition(lambda self: self.sets)
-    @rule(data=st.data(), keys=st.lists(KEYS))
-    def add(self, data, keys):
-        number = data.draw(st.sampled_from(sorted(self.sets)))
-        assert self.index.add(number, keys) == len(set(keys) - self.sets[number])
-        self.sets[number] |= set(keys)
-
-    @precondition(lambda self: self.sets)
-    @rule(data=st.data(), keys=st.lists(KEYS))
-    def discard(self, data, keys):
-        number = data.draw(st.sampled_from(sorted(self.sets)))
-        assert self.index.discard(number, keys) == len(set(keys) & self.sets[number])
-        self.sets[number] -= set(keys)
-
-    @rule()
-    def many_share(self):
-        for _ in range(40):
-            number = self.index.new_number()
-            self.index.add(number, [0, 1])
-            self.sets[number] = {0, 1}
-
-    @precondition(lambda self: self.sets)
-    @rule(data=st.data())
-    def forget(self, data):
-        number = data.draw(st.sampled_from(sorted(self.sets)))
-        self.index.forget(number)
-        del self.sets[number]
-
-    @rule()
-    def sweep_some(self):
-        if next(self.sweep, "done") == "done":
-            self.sweep = self.index.sweep()
-
-    @invariant()
-    def same(self):
-        assert len(self.index) == sum(map(len, self.sets.values()))
-        for key in range(6):
-            living = {number for number in self.index.holders(key) if number in self.sets}
-            assert living == {number for number, keys in self.sets.items() if key in keys}
-        assert all(self.index.count(number) == len(keys) for number, keys in self.sets.items())
-
-    def teardown(self):
-        for _ in self.sweep:
-            pass
-        for _ in self.index.sweep():
-            pass
-        assert not self.index.needs_sweep
-        for key in range(6):
-            assert set(self.index.holders(key)) <= set(self.sets)
-
-
-TestIndexAgainstSets = IndexAgainstSets.TestCase
-TestIndexAgainstSets.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-
-STEP = st.tuples(st.sampled_from(["admit", "evict"]), st.integers(0, 7))
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    st.lists(STEP, max_size=40),
-    st.lists(st.integers(0, 40), min_size=2, max_size=2).map(sorted),
-    st.integers(1, 3),
-    st.randoms(use_true_random=False),
-)
-def test_a_full_sync_amid_reports_ends_with_exactly_what_the_worker_holds(steps, points, batch_keys, random):
-    """The worker takes its snapshot at some time after the start was accepted, and goes on reporting between
-    the batches."""
-    registry = Registry(Limits())
-    registry.register(presence(psrl=told()))
-    start, snapshot_at = (min(point, len(steps)) for point in points)
-    held: set[int] = set()
-    batches: list[list[int]] | None = None
-    sent: set[int] = set()
-
-    def send_batch():
-        left = [at for at in range(len(batches)) if at not in sent]
-        if left:
-            at = random.choice(left)
-            sent.add(at)
-            registry.sync_batch(wire.FullSyncBatchMsg("A", 0, DRAM, "s", at, batches[at], "1"))
-
-    for seq in range(len(steps) + 1):
-        if seq == start:
-            count = 20
-            assert registry.start_sync(wire.FullSyncStartMsg("A", 0, DRAM, "s", 100, count)).accepted
-        if seq == snapshot_at:
-            keys = sorted(held)
-            batches = [list(keys[at : at + batch_keys]) for at in range(0, 20 * batch_keys, batch_keys)]
-        if seq == len(steps):
-            break
-        kind, key = steps[seq]
-        (held.add if kind == "admit" else held.discard)(key)
-        registry.apply(operations((kind, key, seq)))
-        if batches is not None and random.random() < 0.6:
-            send_batch()
-    while len(sent) < 20:
-        send_batch()
-    registry.end_sync(wire.FullSyncEndMsg("A", 0, DRAM, "s", len(held)))
-    assert {key for key in range(8) if holders(registry, key)} == held
-    assert len(registry.index) == len(held)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.lists(STEP, max_size=12), st.randoms(use_true_random=False))
-def test_reports_in_any_order_never_claim_what_the_worker_does_not_hold(steps, random):
-    """In whatever order they come, as long as none is lost; what is missing then is asked for."""
-    registry = Registry(Limits())
-    registry.register(presence(psrl=told()))
-    sync(registry, [[]])
-    held: set[int] = set()
-    for kind, key in steps:
-        (held.add if kind == "admit" else held.discard)(key)
-    numbered = [(kind, key, seq) for seq, (kind, key) in enumerate(steps)]
-    random.shuffle(numbered)
-    # The first to come sets where counting begins, so that one is in its place.
-    numbered.sort(key=lambda entry: entry[2] != 0)
-    for entry in numbered:
-        registry.apply(operations(entry))
-    claimed = {key for key in range(8) if holders(registry, key)}
-    assert claimed <= held
-    if claimed != held:
-        assert registry.heartbeat(presence(wire.HeartbeatMsg, psrl=told()))
-
-
-def test_dropping_a_worker_costs_nothing_and_sweeping_yields():
-    index = HolderIndex(1_000_000)
-    numbers = [index.new_number() for _ in range(3)]
-    for number in numbers:
-        index.add(number, range(50_000))
-    index.forget(numbers[0])
-    assert len(index) == 100_000
-    assert sum(1 for _ in index.sweep()) >= 2
-    assert all(numbers[0] not in index.holders(key) for key in itertools.islice(range(50_000), 0, None, 997))

@@ -198,6 +198,18 @@ def test_many_moves_at_once_on_one_loop(worker):
     assert time.monotonic() - start < 5
 
 
+def test_more_questions_than_sockets_are_all_answered_in_time():
+    async def main():
+        async with AsyncMoveClient() as client:
+            nobody = ["127.0.0.1:1"] * 600
+            return await client.health(nobody, timeout_s=1.0)
+
+    start = time.monotonic()
+    result = asyncio.run(main())
+    assert (result.ok, set(result.error_codes), len(result.error_codes)) == (False, {None}, 600)
+    assert time.monotonic() - start < 4
+
+
 def test_closing_does_not_wait_for_a_peer_that_is_not_there():
     with socket.socket() as deaf:
         deaf.bind(("127.0.0.1", 0))
