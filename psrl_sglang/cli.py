@@ -41,15 +41,12 @@ def _config() -> None:
 def check(
     file: Annotated[str, typer.Argument(help="A YAML or JSON file, or an inline JSON object.")],
     show_all: Annotated[bool, typer.Option("--all", help="List defaults too, not only what differs.")] = False,
-    allow_unbuilt: Annotated[
-        bool, typer.Option("--allow-unbuilt", help="Accept settings whose feature is not in this release.")
-    ] = False,
 ) -> None:
     """Check a settings file: list the resolved settings, or every problem at once (exit status 2)."""
     from psrl_sglang.config import ConfigError, load_config
 
     try:
-        config = load_config(file, built_only=not allow_unbuilt)
+        config = load_config(file)
     except ConfigError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(_BAD_INPUT) from error

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from psrl_sglang.config_problem import KV_TRANSFER, LMCACHE, SGLANG, ConfigError, Problem, shown
-from psrl_sglang.config_rules import NOT_BUILT, NotBuilt, broken_rules, not_built
+from psrl_sglang.config_rules import broken_rules
 from psrl_sglang.config_schema import (
     SECTIONS,
     KVTransferSettings,
@@ -30,14 +30,12 @@ from psrl_sglang.config_text import UnreadableSource, read_data
 __all__ = [
     "KV_TRANSFER",
     "LMCACHE",
-    "NOT_BUILT",
     "SECTIONS",
     "SGLANG",
     "ConfigError",
     "KVTransferSettings",
     "LMCacheSettings",
     "LoadPolicy",
-    "NotBuilt",
     "Problem",
     "PsrlConfig",
     "SGLangSettings",
@@ -47,12 +45,11 @@ __all__ = [
 _FIELD_CUTOFF = 0.6  # only a suggestion depends on it
 
 
-def load_config(source: str | os.PathLike[str] | Mapping[str, Any], *, built_only: bool = True) -> PsrlConfig:
+def load_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> PsrlConfig:
     """Read settings from a YAML or JSON file, an inline JSON object (a string from `{` on) or a mapping.
 
-    A file written for PSRL is read as it is; what is not ours in it is ignored. With `built_only`, settings
-    whose feature this release does not have are refused by name; without it they are only checked.
-    Raises `ConfigError` with every problem found.
+    A file written for PSRL is read as it is; what is not ours in it is ignored. Raises `ConfigError` with every
+    problem found.
     """
     name = _name(source)
     try:
@@ -66,8 +63,6 @@ def load_config(source: str | os.PathLike[str] | Mapping[str, Any], *, built_onl
         lmcache=parts[LMCACHE], kv_transfer=parts[KV_TRANSFER], sglang=parts[SGLANG]
     )
     problems += broken_rules(draft, frozenset(sections.unreadable))
-    if built_only:
-        problems += not_built(draft)
     if problems:
         raise ConfigError(problems, name)
     return draft

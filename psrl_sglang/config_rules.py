@@ -1,4 +1,4 @@
-"""Rules that join several settings, and the settings that this release does not build yet."""
+"""Rules that join several settings."""
 
 from __future__ import annotations
 
@@ -16,19 +16,6 @@ class _Rule(NamedTuple):
     check: Callable[[PsrlConfig], Iterator[Problem]]
 
 
-class NotBuilt(NamedTuple):
-    """A setting that is defined but has no effect in this release, unless it holds its `inert` value."""
-
-    section: str
-    name: str
-    inert: object
-    feature: str
-
-
-# Later releases shrink this table; docs/settings.md repeats it in its last column.
-NOT_BUILT: tuple[NotBuilt, ...] = (NotBuilt(KV_TRANSFER, "enable", False, "moves at routing"),)
-
-
 def broken_rules(config: PsrlConfig, unusable: frozenset[str] = frozenset()) -> list[Problem]:
     """Every rule that the settings break. Rules about a dotted path in `unusable` are skipped, because such
     a setting has a problem of its own and stands at its default here."""
@@ -37,25 +24,6 @@ def broken_rules(config: PsrlConfig, unusable: frozenset[str] = frozenset()) -> 
         if unusable.isdisjoint(rule.fields):
             found.extend(rule.check(config))
     return found
-
-
-def not_built(config: PsrlConfig) -> list[Problem]:
-    """Every setting in use whose feature is not in this release."""
-    sections = {LMCACHE: config.lmcache, KV_TRANSFER: config.kv_transfer, SGLANG: config.sglang}
-    return [
-        Problem(
-            f"{entry.section}.{entry.name}",
-            value,
-            f"{entry.feature}: not built yet in this release",
-            f"set `{entry.name}: {_yaml(entry.inert)}`, or leave it out",
-        )
-        for entry in NOT_BUILT
-        if (value := getattr(sections[entry.section], entry.name)) != entry.inert
-    ]
-
-
-def _yaml(value: object) -> str:
-    return value if isinstance(value, str) else shown(value)
 
 
 def _one_answer_to_a_weight_change(config: PsrlConfig) -> Iterator[Problem]:

@@ -87,7 +87,7 @@ def _controller(
     from psrl_sglang.transfer.auth import read_secret
 
     try:
-        settings = PsrlConfig() if config is None else load_config(config, built_only=False)
+        settings = PsrlConfig() if config is None else load_config(config)
     except ConfigError as error:
         _refuse(str(error))
     lmcache = settings.lmcache

@@ -83,4 +83,6 @@ class Complaints:
             self._unsaid[reason] = self._unsaid.get(reason, 0) + 1
             return
         self._last_s[reason] = now_s
-        logger.warning("refused (%s): %s; %d more since", reason, rejected, self._unsaid.pop(reason, 0))
+        unsaid = self._unsaid.pop(reason, 0)
+        since = f"; {unsaid} more since the last of these lines" if unsaid else ""
+        logger.warning("refused (%s): %s%s", reason, rejected, since)

@@ -48,6 +48,7 @@ class CommandHandler:
             "unpin": self._unpin,
             "retire": self._retire,
             "check": self._check,
+            "moves": self._moves,
         }
 
     def __call__(self, command: PsrlCommand) -> PsrlReply | None:
@@ -171,6 +172,12 @@ class CommandHandler:
         left = tree.tags.usage()
         kept = sum(left[text].device_tokens for text in self._tags(tree, command) if text in left)
         return {"version": command.version, "device_tokens": device, "host_tokens": host, "kept_tokens": kept}
+
+    def _moves(self, tree: VersionedTree, command: PsrlCommand) -> dict[str, Any]:
+        shown = tree.move_status()
+        if shown is None:
+            raise CommandRefused(404, "this engine moves no KV: psrl.lmcache.enable_p2p is false")
+        return shown
 
     def _check(self, tree: VersionedTree, command: PsrlCommand) -> dict[str, Any]:
         if tree.tiers is not None:

@@ -24,13 +24,18 @@ def _make_app() -> Any:
     from sglang.srt.entrypoints.http_server import app
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from psrl_sglang.engine import command_types, reporting, routes
+    from psrl_sglang.engine import command_types, pull, reporting, routes
 
     command_types.register_wire_types()
     routes.add_communicator()
     HookRegistry.register(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
         reporting.around_update_meta_info,
+        HookType.AROUND,
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
+        pull.around_tokenize,
         HookType.AROUND,
     )
     HookRegistry.apply_hooks()

@@ -108,7 +108,7 @@ def _refuse_arguments(server_args: Any) -> None:
 
 
 def _hook_launch() -> None:
-    from psrl_sglang.engine import command_types, reporting, routes
+    from psrl_sglang.engine import command_types, pull, reporting, routes
 
     if f"{_ENGINE_MODULE}.Engine._launch_subprocesses" in HookRegistry._patched:
         return
@@ -123,6 +123,11 @@ def _hook_launch() -> None:
     HookRegistry.register(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.update_request_meta_info",
         reporting.around_update_meta_info,
+        HookType.AROUND,
+    )
+    HookRegistry.register(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._tokenize_one_request",
+        pull.around_tokenize,
         HookType.AROUND,
     )
     HookRegistry.apply_hooks()

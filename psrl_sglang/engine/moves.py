@@ -9,8 +9,10 @@ from array import array
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_storage_hash_str
+from sglang.srt.runtime_context import get_parallel
 
 from psrl_sglang.config import PsrlConfig
 from psrl_sglang.engine.activation import refuse
@@ -18,6 +20,7 @@ from psrl_sglang.engine.command_types import PsrlCommand
 from psrl_sglang.engine.estimates import Line, LoadOrRecompute
 from psrl_sglang.engine.exports import Exports
 from psrl_sglang.engine.identity import RunIdentity
+from psrl_sglang.engine.leaving import Leaving
 from psrl_sglang.keys import KEY_BYTES, count, page_keys
 from psrl_sglang.namespace import VersionLedger, compose_salt
 from psrl_sglang.transfer.auth import Signer, read_secret
@@ -103,6 +106,8 @@ class EngineMoves:
         self._rank, self._ranks = rank, ranks
         self._http_url = ""
         self.exports = Exports(linker)
+        self._leaving = Leaving()
+        self._addresses: list[dict[str, str]] = []
         self.choice = MoveChoice(config.sglang.move_policy, linker.choice)
         self.worker: MoveWorker | None = None
 
@@ -139,6 +144,7 @@ class EngineMoves:
             refuse(f"psrl.sglang.secret_file: {error}")
         try:
             self.exports.open(scheduler)
+            self._leaving.open()
             self.worker = MoveWorker(settings, self._linker.store, self, signer)
         except OSError as error:
             refuse(
@@ -150,10 +156,30 @@ class EngineMoves:
                 f"psrl.lmcache.enable_p2p: {error}; start without it, or without the option that replaces it"
             )
 
+        self._addresses = self._of_all_ranks(
+            {"command_address": self.worker.command_address, "data_address": self.worker.data_address}
+        )
+
     def close(self) -> None:
         if self.worker is not None:
             self.worker.close()
+        self._leaving.close()
         self.exports.close()
+
+    def shown(self) -> dict[str, Any] | None:
+        """What a status shows: of this rank's worker, and where those of all ranks are. None before ``open``."""
+        if self.worker is None:
+            return None
+        more = {"ranks": self._addresses, "left_address": self._leaving.address}
+        return self.worker.status() | self.status() | more | {"move_or_recompute": self.choice.status()}
+
+    def _of_all_ranks(self, mine: dict[str, str]) -> list[dict[str, str]]:
+        group = get_parallel().world_group
+        if self._ranks == 1 or group.world_size == 1:
+            return [mine]
+        every: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(every, mine, group=group.cpu_group)
+        return every
 
     def status(self) -> dict[str, Any]:
         """As `WorkerStatus` has it. On any thread."""
@@ -212,6 +238,9 @@ class EngineMoves:
     def fingerprint(self, tag: str) -> str:
         is_of_start = not self._identity.namespace and tag == self._identity.start_tag
         return self._identity.fingerprint if is_of_start else ""
+
+    def left(self, session: str) -> None:
+        self._leaving.tell(session)
 
     def windows(self) -> Mapping[str, int]:
         return self._linker.windows

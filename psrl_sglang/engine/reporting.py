@@ -35,5 +35,8 @@ def around_update_meta_info(
     ours = customized_info.get(_KEY)
     if ours is not None:
         meta_info[_KEY] = ours[index]
+        note = getattr(state.obj, "_psrl_note", None)
+        if note is not None and ours[index]:
+            note.oldest_version = str(ours[index].get("oldest_version") or "")
         customized_info = {key: values for key, values in customized_info.items() if key != _KEY}
     original(self, meta_info, state, customized_info, index, finish_reason)

@@ -21,7 +21,7 @@ from sglang.srt.managers import tokenizer_control_mixin
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from psrl_sglang.config import PsrlConfig
-from psrl_sglang.engine import http_worker
+from psrl_sglang.engine import http_worker, pull
 from psrl_sglang.engine.activation import refuse, settings_of
 from psrl_sglang.engine.command_types import PsrlCommand, PsrlReply
 
@@ -93,6 +93,8 @@ def mount(app: Any, config: PsrlConfig) -> None:
     caller = Caller(lambda: cast(Any, http_server._global_state).tokenizer_manager, config)
     _replace_flush(app, caller)
     _add_routes(app, caller)
+    if config.kv_transfer.enable:
+        pull.install(app, config, caller.moves, caller.tokenizer_manager)
 
 
 class CommandTimeout(TimeoutError):
@@ -121,6 +123,13 @@ class Caller:
         except TimeoutError:
             raise CommandTimeout(f"the scheduler did not answer {command.operation!r} in {limit_s} s") from None
         return replies[0].status, json.loads(replies[0].body)
+
+    async def moves(self) -> dict[str, Any]:
+        """`EngineMoves.shown` of the first rank. Raises ``CommandTimeout``, ``KeyError`` where there are none."""
+        status, body = await self.send(PsrlCommand(operation="moves"))
+        if status != HTTPStatus.OK:
+            raise KeyError(body.get("error", status))
+        return body
 
     async def respond(self, command: PsrlCommand) -> JSONResponse:
         try:
@@ -157,6 +166,12 @@ def _add_routes(app: Any, caller: Caller) -> None:
     async def status() -> JSONResponse:
         """Per version: tokens on the device, pinned, evictable; window, lag, crossing requests, counters."""
         return await caller.respond(PsrlCommand(operation="status"))
+
+    @app.get("/psrl/v1/moves")
+    @auth_level(AuthLevel.ADMIN_OPTIONAL)
+    async def moves() -> JSONResponse:
+        """Where the move workers of all ranks are, what they do, and which version is served."""
+        return await caller.respond(PsrlCommand(operation="moves"))
 
     @app.post("/psrl/v1/lookup")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)

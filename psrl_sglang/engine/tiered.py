@@ -113,9 +113,7 @@ class TieredTree(HiCacheTree):
 
     def move_status(self) -> dict[str, Any] | None:
         """Of this rank's move worker; None where there is none."""
-        if self.moves is None or self.moves.worker is None:
-            return None
-        return self.moves.worker.status() | {"move_or_recompute": self.moves.choice.status()}
+        return None if self.moves is None else self.moves.shown()
 
     def drop_from_tiers(self, tag: str) -> int:
         """Drop a tag from every tier of our store; returns the pages dropped from DRAM."""

@@ -310,9 +310,10 @@ class DramTier:
         taken = 0
         chunk = self._pending.get(before) or self.index.chunk_of(before)
         while taken < pages:
+            at = start + source + taken
             first = self._open_at(chunk, before)
-            if chunk is None or first is None:
-                new = self._new_chunk(pool, tag, start + source + taken, before, chunk)
+            if chunk is None or first is None or chunk.start + first != at:
+                new = self._new_chunk(pool, tag, at, before, chunk)
                 if new is None:
                     break
                 chunk, first = new, 0

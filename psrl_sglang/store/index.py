@@ -132,8 +132,9 @@ class PageIndex:
 
     def add(self, chunk: Chunk, parent: Chunk | None, *, stamp: int | None = None) -> None:
         """A new chunk that has no pages yet; ``extend`` gives it some. ``stamp``: when it was last used, if that
-        was before this index was made, as a negative number."""
-        chunk.parent = parent
+        was before this index was made, as a negative number. Chunks continue earlier parts of their sequence only,
+        whatever keys say: so nothing continues itself, by however many others."""
+        chunk.parent = parent if parent is not None and parent.start < chunk.start else None
         self._clock += 1
         chunk.stamp = self._clock if stamp is None else stamp
         self._tags.setdefault(chunk.tag, set()).add(chunk)
@@ -151,8 +152,9 @@ class PageIndex:
         if self._orphans:
             for at in range(0, len(keys), KEY_BYTES):
                 for orphan in self._orphans.pop(keys[at : at + KEY_BYTES], ()):
-                    orphan.parent = chunk
-                    chunk.children += 1
+                    if chunk.start < orphan.start:
+                        orphan.parent = chunk
+                        chunk.children += 1
 
     def remove(self, chunk: Chunk) -> None:
         for at in range(0, len(chunk.keys), KEY_BYTES):

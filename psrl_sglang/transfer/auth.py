@@ -83,7 +83,7 @@ class Signer:
             raise NotAuthorized("the message is not signed; give the sender the fleet's secret")
         try:
             signature = msgspec.msgpack.decode(frames[1], type=_Signature)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise NotAuthorized("the signature is not one") from error
         if not hmac.compare_digest(signature.mac, self._mac(signature.time_s, signature.nonce, payload)):
             raise NotAuthorized("the signature is of another secret")

@@ -164,5 +164,5 @@ def _host() -> str:
 def _decode(offer: bytes) -> CmaOffer:
     try:
         return msgspec.msgpack.decode(offer, type=CmaOffer)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TransportUnusable(f"its offer: {error}") from error

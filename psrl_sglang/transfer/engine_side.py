@@ -25,8 +25,8 @@ class Prefix:
     def of(
         cls, tokens: list[int] | None, configs: dict[str, Any] | None, usual_version: str | None = None
     ) -> Prefix:
-        """From a message's fields; ``usual_version`` stands in for one that is not named. Raises `TransferError` for
-        what is missing or not what it should be."""
+        """From a message's fields; ``usual_version`` stands in for one that is not named. Raises `TransferError`
+        for what is missing or not what it should be."""
         configs = configs or {}
         version = configs.get(wire.VERSION_KEY, usual_version)
         if isinstance(version, int) and not isinstance(version, bool):
@@ -70,6 +70,10 @@ class EngineSide(LandingRules, Protocol):
 
     def windows(self) -> Mapping[str, int]:
         """Pools that keep windows, and the pages of one."""
+        ...
+
+    def left(self, session: str) -> None:
+        """The KV of a session went to another engine, which will go on with it."""
         ...
 
     def status(self) -> dict[str, Any]:

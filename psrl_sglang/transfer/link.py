@@ -20,6 +20,7 @@ MAX_GREETING_BYTES = 1 << 20  # before the other side has shown that it knows th
 _MOST_VIEWS = 512  # of one sendmsg; the kernel takes 1024
 _MOST_REASON = 2000
 _MOST_HOST = 255
+_BACKLOG = 64
 # A host that vanished is found out in half a minute also where nothing is being sent.
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
@@ -161,6 +162,19 @@ class Link:
             raise DeadlinePassed(f"{self.peer} was silent until {deadline.seconds:.1f} s were over") from None
         except OSError as error:
             raise PeerLost(f"{self.peer}: {error.strerror or error}") from error
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Raises ``OSError`` with the address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def address_of(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parse_address(address: str) -> tuple[str, int]:

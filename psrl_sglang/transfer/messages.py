@@ -10,7 +10,7 @@ sends a `Command` to the worker's own socket.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -20,6 +20,8 @@ EXTRA_KEY = "psrl.extra_key"
 TIMEOUT_KEY = "psrl.timeout_s"
 SESSION_KEY = "psrl.session"
 MAX_MESSAGE_BYTES = 64 << 20
+
+Tokens = Annotated[list[int], msgspec.Meta(max_length=1 << 22)]
 
 
 class Message(msgspec.Struct, tag_field="type", tag=True, frozen=True, omit_defaults=True):
@@ -206,7 +208,7 @@ class MoveWorkerMsg(Message, frozen=True):
     worker_event_id: str
     old_position: str
     new_position: tuple[str, str]
-    tokens: list[int] | None
+    tokens: Tokens | None
     copy: bool | None
     request_configs: dict[str, Any] | None = None
 
@@ -226,7 +228,7 @@ class MoveWorkerRetMsg(Message, frozen=True):
 class PinWorkerMsg(Message, frozen=True):
     worker_event_id: str
     location: str
-    tokens: list[int]
+    tokens: Tokens
     request_configs: dict[str, Any] | None = None
 
 
@@ -239,7 +241,7 @@ class UnpinWorkerMsg(Message, frozen=True):
 
     worker_event_id: str
     location: str
-    tokens: list[int]
+    tokens: Tokens
     request_configs: dict[str, Any] | None = None
 
 
@@ -268,14 +270,14 @@ class CompressWorkerMsg(Message, frozen=True):
     worker_event_id: str
     method: str
     location: str
-    tokens: list[int] | None = None
+    tokens: Tokens | None = None
 
 
 class DecompressWorkerMsg(Message, frozen=True):
     worker_event_id: str
     method: str
     location: str
-    tokens: list[int] | None = None
+    tokens: Tokens | None = None
 
 
 class CheckFinishWorkerMsg(Message, frozen=True):
@@ -286,7 +288,7 @@ class LookupWorkerMsg(Message, frozen=True):
     """Ours alone: how much of a prompt this rank could serve or send, exact to the page."""
 
     worker_event_id: str
-    tokens: list[int]
+    tokens: Tokens
     request_configs: dict[str, Any] | None = None
 
 

@@ -119,14 +119,7 @@ class NixlTransport:
         reading: list[Future[None]] = []
         try:
             for upto in _batches(pieces):
-                batch: list[tuple[int, int, int]] = []
-                for piece, place in zip(pieces[done:upto], places[done:upto], strict=True):
-                    if not 0 <= place <= way.size_bytes - len(piece):
-                        size = len(piece)
-                        raise TransferError(f"{link.peer} grants {size} bytes at {place}, outside of its arena")
-                    address = np.frombuffer(piece, dtype=np.uint8).ctypes.data
-                    batch.append((address, way.address + place, len(piece)))
-                self._write(link, way, batch, deadline)
+                self._write(link, way, _ranges(link, way, pieces[done:upto], places[done:upto]), deadline)
                 link.send(Written(upto), deadline)
                 # NIXL copies in this thread where it cannot leave that to a card, and has just had these at hand.
                 reading.append(self._readers.submit(_each, read, done, upto))
@@ -243,7 +236,7 @@ class NixlTransport:
     def _decode(self, offer: bytes) -> NixlOffer:
         try:
             theirs = msgspec.msgpack.decode(offer, type=NixlOffer)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise TransportUnusable(f"its offer: {error}") from error
         if theirs.version != self._version:
             raise TransportUnusable(f"NIXL {theirs.version} there, {self._version} here")
@@ -258,6 +251,20 @@ def _batches(pieces: Sequence[memoryview]) -> Iterator[int]:
         if size >= _BATCH_BYTES or index == len(pieces):
             yield index
             size = 0
+
+
+def _ranges(
+    link: Link, way: _Way, pieces: Sequence[memoryview], places: Sequence[int]
+) -> list[tuple[int, int, int]]:
+    """Where from, where to, and how much. Raises `TransferError`."""
+    ranges: list[tuple[int, int, int]] = []
+    for piece, place in zip(pieces, places, strict=True):
+        size = len(piece)
+        if not 0 <= place <= way.size_bytes - size:
+            raise TransferError(f"{link.peer} grants {size} bytes at {place}, outside of its arena")
+        here, there = np.frombuffer(piece, dtype=np.uint8).ctypes.data, way.address + place
+        ranges.append((here, there, size))
+    return ranges
 
 
 def _each(call: Callable[[int], None], first: int, upto: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import socket
 import threading
 import time
 from array import array
@@ -26,7 +25,7 @@ from psrl_sglang.transfer.desk import CommandDesk, Reply
 from psrl_sglang.transfer.engine_side import EngineSide, Prefix
 from psrl_sglang.transfer.handshake import Party
 from psrl_sglang.transfer.landing import Landing
-from psrl_sglang.transfer.link import Deadline, DeadlinePassed, TransferError, clipped
+from psrl_sglang.transfer.link import Deadline, DeadlinePassed, TransferError, address_of, clipped, listen
 from psrl_sglang.transfer.pins import Pins
 from psrl_sglang.transfer.queueing import FairQueue
 from psrl_sglang.transfer.reports import ControllerAddress, Reports
@@ -38,7 +37,6 @@ logger = logging.getLogger(__name__)
 DRAM_LOCATION = "LocalCPUBackend"  # as LMCache calls the tiers
 DISK_LOCATION = "LocalDiskBackend"
 _LONGEST_MOVE_S = 600.0
-_BACKLOG = 64
 _STOPPING = "the engine is stopping"
 
 
@@ -92,8 +90,9 @@ class MoveWorker:
         )
         self._flights: dict[bytes, _Flight] = {}
         self._lock = threading.Lock()
+        self._is_closed = False
         with contextlib.ExitStack() as undo:
-            listener = _listen(settings.host, settings.port and settings.port + 1)
+            listener = listen(settings.host, settings.port and settings.port + 1)
             undo.callback(listener.close)
             self._transports = make_transports(settings.channel, store.dram.arena)
             undo.callback(self._transports.close)
@@ -105,7 +104,7 @@ class MoveWorker:
             self._desk = CommandDesk(settings.host, settings.port, signer, self._handle)
             undo.pop_all()
         self._landing = Landing(listener, store, self._transports, engine, party, signer)
-        self.data_address = _address(settings.host, listener.getsockname()[1])
+        self.data_address = address_of(settings.host, listener.getsockname()[1])
         self.command_port = self._desk.port
         self._reports = Reports(
             settings.controller,
@@ -129,10 +128,14 @@ class MoveWorker:
 
     @property
     def command_address(self) -> str:
-        return _address(self.settings.host, self.command_port)
+        return address_of(self.settings.host, self.command_port)
 
     def close(self) -> None:
-        """Moves that wait or are under way are answered before it returns."""
+        """Moves that wait or are under way are answered before it returns. May be called more than once."""
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if was_closed:
+            return
         self._reports.close()
         self._sender.interrupt()
         self._queue.close()
@@ -274,6 +277,8 @@ class MoveWorker:
         stats.add("move_bytes", sent.size_bytes, direction="out")
         stats.add("move_seconds", seconds, direction="out")
         self._end(flight, answer)
+        if sent.moved_pages and flight.prefix.session:
+            self._engine.left(flight.prefix.session)
         self._reports.moved(
             wire.MoveRecord(
                 self.settings.instance_id,
@@ -380,15 +385,3 @@ def _limit_s(configs: dict[str, Any] | None, usual_s: float) -> float:
             clipped(f"request_configs[{wire.TIMEOUT_KEY!r}] is {limit_s!r}; it must be seconds up to {most_s}")
         )
     return float(limit_s)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-    except OSError as error:
-        raise OSError(error.errno, f"cannot listen on {host}:{port}: {error.strerror}") from error
-
-
-def _address(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

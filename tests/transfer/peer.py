@@ -87,6 +87,7 @@ class StandIn:
         self.layout = layout
         self.landings: list[tuple[int, str]] = []
         self.flushed: list[Prefix] = []
+        self.sessions_left: list[str] = []
 
     def tag_of(self, version: str) -> str:
         tag = f"psrl:{version}"
@@ -109,6 +110,9 @@ class StandIn:
 
     def fingerprint(self, tag: str) -> str:
         return self.options.fingerprint
+
+    def left(self, session: str) -> None:
+        self.sessions_left.append(session)
 
     def windows(self) -> Mapping[str, int]:
         return dict(self.options.windows)

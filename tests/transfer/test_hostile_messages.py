@@ -100,6 +100,23 @@ def test_deep_nesting_is_an_error(nested: bytes) -> None:
             link.receive(Offer, Deadline(2.0))
 
 
+@pytest.mark.parametrize("nested", [b"\x91", b"\x81\xa1a"])
+def test_deep_nesting_of_what_others_offer_or_sign_is_an_error(nested: bytes) -> None:
+    deep = nested * 100_000 + b"\xc0"
+    with pytest.raises(TransportUnusable):
+        CmaTransport(ARENA).accept(b"\x81\xa1x" + deep)
+    with pytest.raises(NotAuthorized):
+        Signer(b"the secret of this fleet").check([b"x", deep])
+    with pytest.raises(wire.BadMessage):
+        wire.decode(deep, wire.Command)
+
+
+def test_more_tokens_than_any_prompt_has_are_no_command() -> None:
+    command = {"type": "LookupWorkerMsg", "worker_event_id": "x", "tokens": [1] * ((1 << 22) + 1)}
+    with pytest.raises(wire.BadMessage, match="4194304"):
+        wire.decode(msgspec.msgpack.encode(command), wire.Command)
+
+
 def test_an_announced_size_over_the_limit_is_an_error_before_a_byte_of_it() -> None:
     with linked() as (link, far):
         far.sendall(((1 << 20) + 1).to_bytes(4, "big"))

@@ -144,7 +144,8 @@ def test_garbage_ends_the_link(pair: tuple[Peer, Peer, MoveClient], data: bytes)
     a, b, client = pair
     sock = connect(b)
     sock.sendall(data)
-    sock.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(OSError):  # it may have hung up already
+        sock.shutdown(socket.SHUT_WR)
     assert is_closed(sock)
     assert_still_works(a, b, client)
 

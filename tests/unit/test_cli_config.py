@@ -60,15 +60,6 @@ class TestConfigCheck:
         for said in ("3 problems", "chunk_siz", "`chunk_size`", "psrl.lmcache.enable", "offload_size_gb"):
             assert said in result.stderr
 
-    def test_setting_that_is_not_built_is_refused_unless_allowed(self, run):
-        transfer = {"routing_strategy": {"kv_transfer": {"enable": True}}}
-        tiers = {"enable": True, "enable_p2p": True}
-        source = json.dumps({"psrl": {"lmcache": tiers, "rollout_coordination": transfer}})
-        refused = run("config", "check", source)
-        assert refused.exit_code == 2
-        assert "kv_transfer.enable" in refused.stderr
-        assert run("config", "check", source, "--allow-unbuilt").exit_code == 0
-
     def test_credentials_are_masked(self, run):
         source = json.dumps({"psrl": {"lmcache": {"remote_url": "redis://user:p@secret@[::1]:6379"}}})
         result = run("config", "check", source)

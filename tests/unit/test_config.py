@@ -15,7 +15,6 @@ from pydantic import ValidationError
 from psrl_sglang.config import (
     KV_TRANSFER,
     LMCACHE,
-    NOT_BUILT,
     SECTIONS,
     SGLANG,
     ConfigError,
@@ -36,14 +35,14 @@ def settings(path: str = LMCACHE, /, **values: Any) -> dict[str, Any]:
     return nested
 
 
-def problems_of(source: Any, *, built_only: bool = False) -> list[Problem]:
+def problems_of(source: Any) -> list[Problem]:
     with pytest.raises(ConfigError) as caught:
-        load_config(source, built_only=built_only)
+        load_config(source)
     return list(caught.value.problems)
 
 
-def only_problem(source: Any, *, built_only: bool = False) -> Problem:
-    (problem,) = problems_of(source, built_only=built_only)
+def only_problem(source: Any) -> Problem:
+    (problem,) = problems_of(source)
     return problem
 
 
@@ -128,10 +127,10 @@ class TestValues:
 
     @pytest.mark.parametrize("value", ["auto", "always", "never", 1, 4096])
     def test_load_policy_takes_a_word_or_tokens(self, value):
-        assert load_config(settings(SGLANG, load_policy=value), built_only=False).sglang.load_policy == value
+        assert load_config(settings(SGLANG, load_policy=value)).sglang.load_policy == value
 
     def test_switched_off_section_is_checked_but_has_no_further_rules(self):
-        assert load_config(settings(backend="disk"), built_only=True).lmcache.disk_path is None
+        assert load_config(settings(backend="disk")).lmcache.disk_path is None
         assert only_problem(settings(enable=False, chunk_size=-1)).field == "psrl.lmcache.chunk_size"
 
 
@@ -160,7 +159,7 @@ class TestRules:
     def test_backend_requires_its_address_when_enabled(self, backend, needs):
         assert only_problem(settings(enable=True, backend=backend)).field == f"psrl.lmcache.{needs}"
         address = {"disk_path": "kv", "remote_url": "redis://h:1"}[needs]
-        load_config(settings(enable=True, backend=backend, **{needs: address}), built_only=False)
+        load_config(settings(enable=True, backend=backend, **{needs: address}))
 
     def test_kv_transfer_requires_lmcache_and_p2p(self):
         messages = [problem.message for problem in problems_of(settings(KV_TRANSFER, enable=True))]
@@ -182,35 +181,13 @@ class TestRules:
         assert only_problem(settings(SGLANG, pin_lease_s=4000)).field == "psrl.sglang.pin_max_lease_s"
         load_config(settings(SGLANG, pin_lease_s=4000, pin_max_lease_s=4000))
 
-    def test_lmcache_file_is_refused_even_when_unbuilt_settings_are_allowed(self):
+    def test_lmcache_file_is_refused(self):
         problem = only_problem(settings(config_file="lmcache.yaml"))
         assert "write the fields" in problem.remedy
 
     def test_rules_hold_for_objects_made_in_code(self):
         with pytest.raises(ValidationError, match="multi_version_kv"):
             PsrlConfig(lmcache=LMCacheSettings(multi_version_kv=False))
-
-
-EVERY_UNBUILT = {
-    "lmcache": {"enable": True, "enable_p2p": True},
-    "rollout_coordination": {"routing_strategy": {"kv_transfer": {"enable": True}}},
-    "sglang": {"load_policy": 512, "decode_checkpoint_tokens": 64},
-}
-
-
-class TestNotBuilt:
-    def test_each_is_refused_by_name_with_what_to_set(self):
-        found = problems_of(EVERY_UNBUILT, built_only=True)
-        assert [problem.field for problem in found] == [f"{entry.section}.{entry.name}" for entry in NOT_BUILT]
-        assert all("not built yet" in problem.message for problem in found)
-        assert "`enable: false`" in found[0].remedy
-
-    def test_they_load_when_asked_for(self):
-        assert load_config(EVERY_UNBUILT, built_only=False).kv_transfer.enable is True
-
-    def test_inert_values_are_accepted(self):
-        for entry in NOT_BUILT:
-            load_config(settings(entry.section, **{entry.name: entry.inert}))
 
 
 class TestReport:
@@ -226,7 +203,7 @@ class TestReport:
                 "sglang": {"lag": 1, "pin_lease_s": 9999.0},
             }
         }
-        fields = [problem.field for problem in problems_of(source, built_only=True)]
+        fields = [problem.field for problem in problems_of(source)]
         assert sorted(fields) == sorted(
             [
                 "psrl.lmcahe",
@@ -310,7 +287,7 @@ def configs(draw) -> PsrlConfig:
 
 @given(configs())
 def test_json_round_trip_gives_equal_settings(config):
-    assert load_config(config.to_json(), built_only=False) == config
+    assert load_config(config.to_json()) == config
 
 
 @given(

@@ -1,0 +1,228 @@
+"""Where the KV of a session may be, by a gateway's hint or the controller; and where this engine's ranks are.
+
+One HTTP process's, on its event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import zmq
+import zmq.asyncio
+
+from psrl_sglang.config import PsrlConfig
+from psrl_sglang.transfer import messages as wire
+from psrl_sglang.transfer.auth import Signer, read_secret
+
+logger = logging.getLogger(__name__)
+
+TOKEN_VARIABLE = "PSRL_CONTROLLER_TOKEN"
+_ADDRESS_S = 30.0  # how long the addresses of a source are believed
+_TAG_S = 5.0
+_REPORT_S = 0.2
+_CALL_S = 5.0
+
+
+class NoSource(Exception):
+    """Nobody is known to have it, or they cannot be asked; the text says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """``commands``: where each rank takes commands."""
+
+    name: str
+    commands: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Mine:
+    """This engine: ``data`` is where each rank takes KV, ``left_address`` tells of sessions that left it."""
+
+    name: str
+    version: str
+    tag: str
+    data: list[str]
+    left_address: str
+
+
+class Sources:
+    """``ask_engine`` gives what `EngineMoves.shown` does; ``key`` authorizes at the peers, which have the same."""
+
+    def __init__(
+        self,
+        config: PsrlConfig,
+        ask_engine: Callable[[], Awaitable[dict[str, Any]]],
+        key: Callable[[], str | None],
+    ) -> None:
+        lmcache = config.lmcache
+        self._ask_engine = ask_engine
+        self._key = key
+        self._peers = httpx.AsyncClient(timeout=_CALL_S, trust_env=False)
+        self._controller: httpx.AsyncClient | None = None
+        self._signer = Signer(read_secret(config.sglang.secret_file))
+        self._push_url = ""
+        if lmcache.controller_host is not None:
+            host = f"[{lmcache.controller_host}]" if ":" in lmcache.controller_host else lmcache.controller_host
+            token = os.environ.get(TOKEN_VARIABLE)
+            self._controller = httpx.AsyncClient(
+                base_url=f"http://{host}:{lmcache.controller_base_port}",
+                headers={"authorization": f"Bearer {token}"} if token else {},
+                timeout=_CALL_S,
+                trust_env=False,
+            )
+            self._push_url = f"tcp://{host}:{lmcache.controller_pull_port}"
+        self._context: zmq.asyncio.Context | None = None
+        self._found: dict[str, tuple[float, Source]] = {}
+        self._mine: tuple[float, Mine] | None = None
+        self._served: dict[str, int] = {}
+        self._reporting: asyncio.Task[None] | None = None
+
+    async def find(self, hint: str, name: str, tokens: list[int], obj: Any) -> Source:
+        """Who is to send the KV of session ``name``. Raises `NoSource`."""
+        if hint:
+            return await self._at(hint) if "://" in hint else await self._named(hint)
+        if self._controller is None:
+            raise NoSource("no hint, and no controller to ask")
+        mine = await self.mine()
+        known = await self._get_controller(f"/sessions/{quote(name, safe='')}")
+        instance = (known or {}).get("instance_id")
+        if instance is None:
+            body = {"tokens": tokens, "version": mine.version}
+            body |= {key: value for key in ("cache_salt", "extra_key") if (value := getattr(obj, key, None))}
+            held = await self._post_controller("/lookup", body)
+            others = {who: where for who, where in held["layout_info"].items() if who != mine.name}
+            instance = max(others, key=lambda who: others[who][1], default=None)
+        if instance is None:
+            raise NoSource("the controller knows nobody who has it")
+        if instance == mine.name:
+            raise NoSource("it is here")
+        return await self._named(instance)
+
+    def forget(self, source: Source) -> None:
+        """Its addresses did not work."""
+        self._found = {key: one for key, one in self._found.items() if one[1] != source}
+
+    async def mine(self, *, within_s: float = 0.0) -> Mine:
+        """This engine as it is now, or was ``within_s`` ago."""
+        if self._mine is None or time.monotonic() - self._mine[0] > within_s:
+            shown = await self._ask_engine()
+            data = [rank["data_address"] for rank in shown["ranks"]]
+            one = Mine(shown["instance_id"], shown["version"], shown["tag"], data, shown["left_address"])
+            self._mine = (time.monotonic(), one)
+        return self._mine[1]
+
+    def serves(self, name: str, tokens: int) -> None:
+        """Tell the controller, soon, that a session is here."""
+        if not self._push_url:
+            return
+        self._served[name] = tokens
+        if self._reporting is None or self._reporting.done():
+            self._reporting = asyncio.create_task(self._report())
+
+    async def left(self) -> tuple[zmq.asyncio.Socket, Mine]:
+        """A socket that receives the names of sessions whose KV another engine took. The caller's to close."""
+        mine = await self.mine(within_s=_ADDRESS_S)
+        socket = self._sockets().socket(zmq.SUB)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.subscribe(b"")
+        socket.connect(mine.left_address)
+        return socket, mine
+
+    async def close(self) -> None:
+        if self._reporting is not None:
+            self._reporting.cancel()
+        await self._peers.aclose()
+        if self._controller is not None:
+            await self._controller.aclose()
+        if self._context is not None:
+            self._context.destroy(linger=0)
+
+    async def _report(self) -> None:
+        socket = self._sockets().socket(zmq.PUSH)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(self._push_url)
+        try:
+            while self._served:
+                await asyncio.sleep(_REPORT_S)
+                mine = await self.mine(within_s=_TAG_S)
+                served, self._served = self._served, {}
+                held = [wire.SessionHeld(name, tokens, mine.tag) for name, tokens in served.items()]
+                frames = self._signer.sign(wire.encode(wire.SessionsMsg(mine.name, 0, held)))
+                async with asyncio.timeout(_CALL_S):
+                    await socket.send_multipart(frames)
+        except TimeoutError:
+            logger.info("psrl: the controller does not take reports of sessions")
+        finally:
+            socket.close(linger=1000)
+
+    def _sockets(self) -> zmq.asyncio.Context:
+        if self._context is None:
+            self._context = zmq.asyncio.Context()
+        return self._context
+
+    async def _at(self, url: str) -> Source:
+        cached = self._cached(url)
+        if cached is not None:
+            return cached
+        try:
+            key = self._key()
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            reply = await self._peers.get(f"{url.rstrip('/')}/psrl/v1/moves", headers=headers)
+            shown = reply.raise_for_status().json()
+            source = Source(shown["instance_id"], [rank["command_address"] for rank in shown["ranks"]])
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+            raise NoSource(
+                f"{url} does not say where its workers are: {error or type(error).__name__}"
+            ) from error
+        mine = await self.mine(within_s=_ADDRESS_S)
+        if source.name == mine.name:
+            raise NoSource("it is here")
+        self._found[url] = (time.monotonic(), source)
+        return source
+
+    async def _named(self, instance: str) -> Source:
+        cached = self._cached(instance)
+        if cached is not None:
+            return cached
+        if self._controller is None:
+            raise NoSource(
+                f"the source is named {instance!r}, and there is no controller that knows its address"
+            )
+        shown = await self._post_controller("/query_worker_info", {"instance_id": instance})
+        workers = sorted(shown["worker_infos"], key=lambda worker: worker["worker_id"])
+        if not workers:
+            raise NoSource(f"the controller does not know {instance!r}")
+        source = Source(instance, [f"{worker['ip']}:{worker['port']}" for worker in workers])
+        self._found[instance] = (time.monotonic(), source)
+        return source
+
+    def _cached(self, key: str) -> Source | None:
+        when_s, source = self._found.get(key, (0.0, None))
+        return source if source is not None and time.monotonic() - when_s < _ADDRESS_S else None
+
+    async def _get_controller(self, path: str) -> dict[str, Any] | None:
+        return await self._controller_answer("GET", path, None)
+
+    async def _post_controller(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        answer = await self._controller_answer("POST", path, body)
+        if answer is None:
+            raise NoSource(f"the controller does not know it ({path})")
+        return answer
+
+    async def _controller_answer(self, method: str, path: str, body: Any) -> dict[str, Any] | None:
+        """None for 404. Raises `NoSource`."""
+        assert self._controller is not None
+        try:
+            reply = await self._controller.request(method, path, json=body)
+            return None if reply.status_code == 404 else reply.raise_for_status().json()
+        except (httpx.HTTPError, ValueError) as error:
+            raise NoSource(f"the controller: {error or type(error).__name__}") from error
