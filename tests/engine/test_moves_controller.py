@@ -1,66 +1,14 @@
 """Engines, a controller beside them, and moves that somebody asks the controller for."""
 
-import json
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import httpx
 import pytest
-from move_support import assert_no_move_left, free_ports, movable
+from move_support import Controller, assert_no_move_left, movable, move
 from support import assert_books_hold, prompt, wait_until
 from tier_support import NEW_TOKENS, assert_hit, assert_nothing_held, settle, start
 
 pytestmark = pytest.mark.engine
-TOKEN = "a-token-of-the-trainer"
-SECRET = "a secret of the whole fleet"
-
-
-class Controller:
-    """``psrl-sglang controller`` as a process, always on the same ports."""
-
-    def __init__(self, directory):
-        first = free_ports(3)
-        self.http, self.pull, self.reply = range(first, first + 3)
-        self._token, self.secret = directory / "token", directory / "secret"
-        self._token.write_text(TOKEN)
-        self.secret.write_text(SECRET)
-        self.start()
-
-    def start(self):
-        command = [str(Path(sys.executable).with_name("psrl-sglang")), "controller", "--json-ready"]
-        command += [
-            "--http-port",
-            str(self.http),
-            "--pull-port",
-            str(self.pull),
-            "--reply-port",
-            str(self.reply),
-        ]
-        command += ["--token-file", str(self._token), "--secret-file", str(self.secret), "--lease-s", "5"]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        json.loads(self._process.stdout.readline())
-
-    def stop(self):
-        self._process.terminate()
-        self._process.wait(20)
-
-    def post(self, path, **body):
-        headers = {"authorization": f"Bearer {TOKEN}"}
-        url = f"http://127.0.0.1:{self.http}{path}"
-        return httpx.post(url, json=body, headers=headers, timeout=30, trust_env=False)
-
-    def holders(self, tokens):
-        return self.post("/lookup", tokens=tokens).raise_for_status().json()["layout_info"]
-
-    def workers(self, name):
-        found = self.post("/query_worker_info", instance_id=name)
-        return found.json()["worker_infos"] if found.status_code == 200 else []
-
-    def move(self, tokens, source, destination, **options):
-        places = {"old_position": [source, "LocalCPUBackend"], "new_position": [destination, "LocalCPUBackend"]}
-        return self.post("/move", tokens=tokens, should_copy=True, **places, **options)
 
 
 @pytest.fixture(scope="module")
@@ -74,14 +22,8 @@ def controller(tmp_path_factory):
 def pair(server_factory, controller):
     engines = []
     for name in ("a", "b"):
-        host = {
-            "controller_host": "127.0.0.1",
-            "controller_base_port": controller.http,
-            "controller_pull_port": controller.pull,
-            "controller_reply_port": controller.reply,
-        }
-        ours = {"instance_id": name, "secret_file": str(controller.secret), "heartbeat_s": 0.5}
-        engines.append(start(server_factory, movable(lmcache=host, sglang=ours), "--max-total-tokens", "8192"))
+        settings = controller.engine(name, movable)
+        engines.append(start(server_factory, settings, "--max-total-tokens", "8192"))
     wait_until(lambda: controller.workers("a") and controller.workers("b"), "both are registered")
     return engines
 
@@ -141,8 +83,6 @@ def test_who_does_not_know_the_token_or_the_secret_gets_nothing(engines, control
     a, _ = engines
     url = f"http://127.0.0.1:{controller.http}/lookup"
     assert httpx.post(url, json={"tokens": [1]}, trust_env=False).status_code == 401
-    from move_support import move
-
     asked = prompt(5, 201)
     a.generate(asked, NEW_TOKENS)
     unsigned = move(asked, a, a)

@@ -6,34 +6,11 @@ import time
 
 import httpx
 import pytest
-from move_support import assert_no_move_left, movable, moves
+from move_support import ask, assert_no_move_left, moves, pulling, reused
 from support import Running, assert_books_hold, prompt, wait_until
 from tier_support import NEW_TOKENS, assert_nothing_held, settle, start, total
 
 pytestmark = pytest.mark.engine
-
-
-def pulling(mode="sync", *, timeout_ms=20_000, **sections):
-    settings = movable(**sections)
-    kv_transfer = settings["psrl"]["rollout_coordination"]["routing_strategy"]["kv_transfer"]
-    kv_transfer.update(enable=True, transfer_mode=mode, transfer_timeout_ms=timeout_ms)
-    return settings
-
-
-def ask(server, tokens, new_tokens=NEW_TOKENS, **headers):
-    """A reply of /generate and its headers."""
-    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
-    body = {"input_ids": tokens, "sampling_params": sampling, "return_logprob": True}
-    reply = server.post(
-        "/generate", body, headers={name.replace("_", "-"): value for name, value in headers.items()}
-    )
-    assert reply.status_code == 200, reply.text
-    return reply.json(), reply.headers
-
-
-def reused(reply):
-    details = reply["meta_info"]["cached_tokens_details"] or {}
-    return {tier: details.get(tier, 0) for tier in ("device", "host")}
 
 
 @pytest.fixture(scope="module")
