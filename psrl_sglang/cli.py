@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from psrl_sglang.controller.cli import register as register_controller
+from psrl_sglang.gateway.cli import register as register_gateway
 from psrl_sglang.lab.cli import register
 from psrl_sglang.store.cli import register as register_store
 
@@ -147,3 +148,4 @@ def main() -> None:
 register(app)
 register_store(app)
 register_controller(app)
+register_gateway(app)

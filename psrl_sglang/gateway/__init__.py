@@ -1,1 +1,1 @@
-"""The gateway: an HTTP proxy in front of SGLang engines that chooses one, brings the KV there, and forwards bytes."""
+"""The gateway: a proxy in front of engines that chooses one, brings the KV there, and forwards bytes."""

@@ -163,7 +163,7 @@ class GenerateAnswer:
             data = msgspec.json.decode(body)
         except msgspec.MsgspecError:
             data = None
-        if is_abort(data):
+        if isinstance(data, dict) and is_abort(data):
             try:
                 opened = self._open(self._answer)
                 opened.take(data)

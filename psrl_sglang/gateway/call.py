@@ -51,6 +51,7 @@ class Call:
     """
 
     path: str
+    query: str
     body: bytes
     headers: list[tuple[str, str]]
     session: str
@@ -81,6 +82,14 @@ class Call:
                 self.session = self._fields.routing_key
         return self._fields
 
+    @property
+    def target(self) -> str:
+        return f"{self.path}?{self.query}" if self.query else self.path
+
+    def restart_queue(self, timeout_s: float) -> None:
+        """Its wait for a worker begins now."""
+        self.queue_deadline_s = time.monotonic() + timeout_s
+
     def replace_body(self, body: bytes) -> None:
         """It goes on with another body."""
         self.body, self._fields, self.blocks = body, None, None
@@ -100,7 +109,13 @@ class Call:
 
 
 def read_call(
-    path: str, body: bytes, headers: Mapping[str, str], queue_timeout_s: float, *, consumed: frozenset[str]
+    path: str,
+    query: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    queue_timeout_s: float,
+    *,
+    consumed: frozenset[str],
 ) -> Call:
     """``headers`` fold case and keep duplicates in ``items``. ``consumed`` are those that end here."""
     session = next((headers[name] for name in SESSION_HEADERS if headers.get(name)), "")
@@ -109,6 +124,7 @@ def read_call(
     dropped = _REPLACED | consumed | {SOURCE_HINT}
     return Call(
         path=path,
+        query=query,
         body=body,
         headers=[(name, value) for name, value in headers.items() if name.lower() not in dropped],
         session=session,

@@ -1,7 +1,7 @@
 """Server-sent events of `/generate`, and what they come to when an answer takes several replies.
 
-SGLang tells either all tokens so far in each event, or (``--incremental-streaming-output``) only what is new. Which of
-the two it is shows in the second event; from then on events of whole answers pass unread.
+SGLang tells either all tokens so far in each event, or (``--incremental-streaming-output``) only what is new. Which
+of the two it is shows in the second event; from then on those that tell all pass unread.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ class Worker:
     origin: Origin
     id: str = field(init=False)
     is_up: bool = True
+    is_gone: bool = False
     is_draining: bool = False
     is_removed: bool = False
     version: str | None = None
@@ -115,14 +116,15 @@ class Fleet:
         if worker.is_removed:
             self._forget_if_idle(worker)
 
-    def fail(self, worker: Worker, reason: str) -> None:
-        """It cannot be reached: out, until a probe succeeds. What it was is not known any more."""
+    def fail(self, worker: Worker, reason: str, *, is_gone: bool) -> None:
+        """It is out until a probe succeeds. ``is_gone``: nobody is there, so that what it had is lost as well."""
         worker.trouble = reason
         if worker.is_up:
             logger.warning("worker %s is out: %s", worker.url, reason)
-            worker.is_up = False
+        worker.is_up, worker.version = False, None
+        if is_gone and not worker.is_gone:
+            worker.is_gone, worker.addresses = True, None
             worker.generation += 1
-        worker.version, worker.addresses = None, None
         self.on_trouble(worker)
 
     def restore(self, worker: Worker, version: str | None) -> None:
@@ -130,7 +132,7 @@ class Fleet:
         if not worker.is_up:
             logger.info("worker %s is back", worker.url)
         changed = not worker.is_up
-        worker.is_up, worker.trouble = True, ""
+        worker.is_up, worker.is_gone, worker.trouble = True, False, ""
         if version is not None and version != worker.version:
             self.order.see(version)
             worker.version = version

@@ -12,7 +12,15 @@ from typing import Any
 import msgspec
 
 _DEFAULT_NEW_TOKENS = 128  # SGLang's own, where the request does not say
-_NOT_TOKENS = ("text", "input_embeds", "image_data", "video_data", "audio_data", "session_params", "bootstrap_room")
+_NOT_TOKENS = (
+    "text",
+    "input_embeds",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "session_params",
+    "bootstrap_room",
+)
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _JOINED = (
     "output_token_logprobs",
@@ -21,7 +29,12 @@ _JOINED = (
     "output_token_sampling_mask",
     "output_token_sampling_logprobs",
 )
-_COUNTED = ("output_token_logprobs_length", "output_token_sampling_mask_length", "reasoning_tokens", "e2e_latency")
+_COUNTED = (
+    "output_token_logprobs_length",
+    "output_token_sampling_mask_length",
+    "reasoning_tokens",
+    "e2e_latency",
+)
 _OF_THE_FIRST = ("prompt_tokens", "cached_tokens", "cached_tokens_details")
 
 
@@ -79,7 +92,9 @@ class Continuation:
         base = len(self.output_ids)
         if not self.legs:
             self._first = {
-                name: value for name, value in meta.items() if name.startswith("input_") or name in _OF_THE_FIRST
+                name: value
+                for name, value in meta.items()
+                if name.startswith("input_") or name in _OF_THE_FIRST
             }
             self._top = {name: reply[name] for name in ("prompt_token_ids",) if name in reply}
         elif "prompt_tokens" not in self._first:
@@ -182,7 +197,12 @@ def merged_parts(parts: list[dict[str, Any]]) -> dict[str, Any]:
         if values:
             meta[name] = [entry for value in values for entry in value]
     ids = [token for part in parts for token in part.get("output_ids") or ()]
-    return {**last, "text": "".join(part.get("text") or "" for part in parts), "output_ids": ids, "meta_info": meta}
+    return {
+        **last,
+        "text": "".join(part.get("text") or "" for part in parts),
+        "output_ids": ids,
+        "meta_info": meta,
+    }
 
 
 def _request(body: bytes) -> dict[str, Any]:

@@ -8,31 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from psrl_sglang.gateway.call import Call
 from psrl_sglang.gateway.fleet import MoveAddresses, Worker
 from psrl_sglang.gateway.settings import TransferSettings
-from psrl_sglang.transfer.client import CountResult, MoveResult
+from psrl_sglang.transfer.client import AsyncMoveClient, CountResult, Salts
 
 _UNPIN_S = 5.0
 _IN_BACKGROUND = "async"
 
 
-class MoveCalls(Protocol):
-    """What is used of `AsyncMoveClient`."""
-
-    async def transfer_direct(self, tokens: Sequence[int], src: Any, dst: Any, version: str, **o: Any) -> MoveResult: ...
-    async def pin(self, tokens: Sequence[int], worker: Any, version: str, **o: Any) -> CountResult: ...
-    async def unpin(self, tokens: Sequence[int], worker: Any, version: str, **o: Any) -> CountResult: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """``outcome``: "none" (nothing was to do), "ok", "miss" (the source had nothing), "timeout", "error", "skipped",
-    or "async" (it is on its way). ``hint``: the worker to fetch it from, where the engine may do so itself."""
+    """``outcome``: "none" (nothing was to do), "ok", "miss" (the source had nothing), "timeout", "error",
+    "skipped", or "async" (it is on its way). ``hint``: the worker to fetch it from, where the engine may do so."""
 
     outcome: str
     tokens: int = 0
@@ -57,7 +49,7 @@ class _Plan:
     to: MoveAddresses
     version: str
     tokens: list[int]
-    salts: dict[str, str]
+    salts: Salts
     session: str
     deadline_s: float
 
@@ -68,7 +60,7 @@ class Mover:
     def __init__(
         self,
         settings: TransferSettings,
-        client: MoveCalls,
+        client: AsyncMoveClient,
         *,
         per_source: int,
         counted: Callable[[Brought, float], None],
@@ -111,9 +103,7 @@ class Mover:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _in_background(
-        self, call: Call, source: Worker, destination: Worker, deadline_s: float
-    ) -> None:
+    async def _in_background(self, call: Call, source: Worker, destination: Worker, deadline_s: float) -> None:
         # The request is being sent; reading its tokens may take longer than that.
         await asyncio.sleep(0)
         self._start(call, source, destination, deadline_s)
@@ -132,8 +122,7 @@ class Mover:
         result = self._running.get(key)
         if result is None:
             result = self._running[key] = asyncio.get_running_loop().create_future()
-            salts = {"cache_salt": call.fields.cache_salt, "extra_key": call.fields.extra_key}
-            salts = {name: value for name, value in salts.items() if value is not None}
+            salts = Salts(cache_salt=call.fields.cache_salt, extra_key=call.fields.extra_key)
             tokens, session = call.fields.tokens, call.session
             plan = _Plan(source, at, to, version, tokens, salts, session, deadline_s)
             self._own(self._run(plan, key, result))
@@ -192,9 +181,7 @@ class Mover:
             await asyncio.shield(self._unpin(plan))
 
     def _unpin(self, plan: _Plan) -> asyncio.Task[CountResult]:
-        work = self._client.unpin(
-            plan.tokens, plan.at.command, plan.version, timeout_s=_UNPIN_S, **plan.salts
-        )
+        work = self._client.unpin(plan.tokens, plan.at.command, plan.version, timeout_s=_UNPIN_S, **plan.salts)
         return asyncio.get_running_loop().create_task(work)
 
     async def _transfer(self, plan: _Plan) -> Brought:

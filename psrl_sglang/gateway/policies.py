@@ -24,7 +24,7 @@ class Policy(ABC):
     def choose(self, call: Call, workers: Sequence[Worker]) -> Worker | None:
         """One of ``workers``, of which there is at least one, or None. Changes nothing but its own turn."""
 
-    def served(self, call: Call, worker: Worker) -> None:
+    def served(self, call: Call, worker: Worker) -> None:  # noqa: B027 - most have nothing to remember
         """``worker`` has taken the request."""
 
 

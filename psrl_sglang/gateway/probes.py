@@ -62,12 +62,12 @@ class Prober:
                 await self._probe(worker, round_number)
                 silent = 0
             except WorkerUnreachable as error:
-                self._note_failure(worker, str(error))
+                self._note_failure(worker, str(error), is_gone=True)
             except NoReply as error:
                 # Busy is not dead: only silence that lasts counts, unless it is out already.
                 silent += 1
                 if silent >= _SILENT_PROBES or not worker.is_up:
-                    self._note_failure(worker, str(error))
+                    self._note_failure(worker, str(error), is_gone=False)
             round_number += 1
             wait_s = self._interval_s if worker.is_up else min(self._interval_s, wait_s * 2)
             try:
@@ -77,8 +77,8 @@ class Prober:
             except TimeoutError:
                 continue
 
-    def _note_failure(self, worker: Worker, reason: str) -> None:
-        self._fleet.fail(worker, reason)
+    def _note_failure(self, worker: Worker, reason: str, *, is_gone: bool) -> None:
+        self._fleet.fail(worker, reason, is_gone=is_gone)
         self._due[worker].clear()  # of its own making
 
     async def _probe(self, worker: Worker, round_number: int) -> None:

@@ -1,11 +1,11 @@
-"""The life of one request: a slot, its KV, a worker's reply; once more where there was none, and on where it broke off."""
+"""The life of one request: a slot, its KV, a reply; again where there was none, and on where it broke off."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -76,7 +76,7 @@ class Proxy:
             try:
                 outcome = await self._attempt(call, worker, out, answer)
             except (WorkerUnreachable, NoReply) as error:
-                parts.fleet.fail(worker, str(error))
+                parts.fleet.fail(worker, str(error), is_gone=isinstance(error, WorkerUnreachable))
                 call.tried.add(worker.url)
                 failures += isinstance(error, NoReply)
                 if failures > self._retries:
@@ -102,10 +102,10 @@ class Proxy:
         generation = worker.generation
         source = parts.holders.holder(call.session) or call.preferred
         brought = await parts.mover.bring(call, source, worker)
-        if worker.generation != generation:
+        if worker.generation != generation or not worker.is_up:
             # Lost while the KV was under way: it may be back with other weights.
             raise WorkerUnreachable("it went away before the request was sent")
-        reply = await parts.upstream.send("POST", worker.url + call.path, call.head(brought.hint), call.body)
+        reply = await parts.upstream.send("POST", worker.url + call.target, call.head(brought.hint), call.body)
         try:
             if reply.status < 400:
                 parts.holders.served(call.session, worker, call.cost_tokens)
@@ -137,6 +137,6 @@ class Proxy:
         return outcome
 
     @staticmethod
-    def _head(headers: CIMultiDict[str], worker: Worker, brought: Brought, call: Call) -> CIMultiDict[str]:
+    def _head(headers: Mapping[str, str], worker: Worker, brought: Brought, call: Call) -> CIMultiDict[str]:
         kv = "" if brought.outcome == "none" else brought.text
         return head_of(headers.items(), x_psrl_worker=worker.url, x_psrl_kv=kv)

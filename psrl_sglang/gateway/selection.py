@@ -10,9 +10,7 @@ from psrl_sglang.gateway.settings import RoutingSettings
 
 
 class Selector:
-    def __init__(
-        self, fleet: Fleet, holders: Holders, policy: Policy, settings: RoutingSettings
-    ) -> None:
+    def __init__(self, fleet: Fleet, holders: Holders, policy: Policy, settings: RoutingSettings) -> None:
         self._fleet = fleet
         self._holders = holders
         self._policy = policy

@@ -157,7 +157,9 @@ class GatewaySettings(_Section):
     )
     connect_timeout_s: float = _seconds(5.0, "Longest wait for a connection to a worker.")
     reply_timeout_s: float = _seconds(3600.0, "Longest silence of a worker that has a request.")
-    health_interval_s: float = _seconds(2.0, "Interval at which workers are asked whether, and at what version.")
+    health_interval_s: float = _seconds(
+        2.0, "Interval at which workers are asked whether, and at what version."
+    )
     health_timeout_s: float = _seconds(5.0, "Longest wait for that answer.")
     controller_poll_s: float = _seconds(1.0, "Interval at which the controller is asked who is there.")
     drain_timeout_s: float = _seconds(30.0, "How long what runs may take to end after SIGTERM.")

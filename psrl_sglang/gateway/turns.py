@@ -54,6 +54,9 @@ class Turns:
         self._tokens_of = tokens_of
         self._sessions: dict[str, Session] = {}
 
+    def __len__(self) -> int:
+        return len(self._sessions)
+
     def create(self, session_id: str | None = None) -> Session:
         """Raises `TurnRefused` for an id that is taken, or too many sessions."""
         if session_id is not None and session_id in self._sessions:
@@ -127,7 +130,9 @@ class Turns:
         if session.free.is_set():
             return
         if session.waiting >= self._most_waiting:
-            raise TurnRefused(429, f"{session.waiting} turns of session {session.id!r} wait already; it is hung")
+            raise TurnRefused(
+                429, f"{session.waiting} turns of session {session.id!r} wait already; it is hung"
+            )
         session.waiting += 1
         try:
             async with asyncio.timeout(self._timeout_s):

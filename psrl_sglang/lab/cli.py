@@ -20,6 +20,7 @@ def register(app: typer.Typer) -> None:
     model.callback()(lambda: None)
     app.add_typer(model, name="model")
     app.command("demo")(_demo)
+    app.command("demo-reroute")(_demo_reroute)
 
 
 def _make(
@@ -79,6 +80,56 @@ def _demo(
     if not console.is_terminal:
         console = Console(width=_PLAIN_WIDTH)
     if problems := run_demo(options, console):
+        for problem in problems:
+            typer.echo(problem, err=True)
+        raise typer.Exit(1)
+
+
+def _demo_reroute(
+    ways: Annotated[
+        str | None, typer.Option(help="Which ways, separated by commas; default: strict with each mode.")
+    ] = None,
+    sessions: Annotated[int, typer.Option(min=1, help="Agent sessions to run.")] = 10,
+    seed: Annotated[int, typer.Option(help="Seed of the generated sessions.")] = 1,
+    trace: Annotated[
+        Path | None,
+        typer.Option(exists=True, dir_okay=False, help="Replay a cc_weka_compact.jsonl.gz instead."),
+    ] = None,
+    scale: Annotated[str, typer.Option(help="Factor for all token counts, at most 1.")] = "1/32",
+    preset: Annotated[str, typer.Option(help=f"Shape of the model: {', '.join(PRESETS)}.")] = "tiny",
+    kills: Annotated[bool, typer.Option(help="Kill an engine on the way; it comes back.")] = True,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures to a file.")] = None,
+    keep_logs: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Keep the servers' logs here.")
+    ] = None,
+) -> None:
+    """Two engines behind the gateway, every turn re-routed: without moves, and with each transfer mode.
+
+    Exit status 1 if a strict way served a stale token, failed an update, moved nothing, or answered unlike a fresh
+    engine.
+    """
+    from rich.console import Console
+
+    from psrl_sglang.lab.reroute_demo import DEMO_WAYS, WAYS, RerouteOptions, run_reroute
+
+    chosen = [name.strip() for name in ways.split(",")] if ways else list(DEMO_WAYS)
+    if unknown := [name for name in chosen if name not in WAYS]:
+        raise typer.BadParameter(f"unknown ways {unknown}; there are: {', '.join(WAYS)}")
+    options = RerouteOptions(
+        ways=chosen,
+        sessions=sessions,
+        seed=seed,
+        trace=trace,
+        scale=_fraction(scale),
+        preset=preset,
+        kills=kills,
+        json_path=json_path,
+        keep_logs=keep_logs,
+    )
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_PLAIN_WIDTH)
+    if problems := run_reroute(options, console):
         for problem in problems:
             typer.echo(problem, err=True)
         raise typer.Exit(1)

@@ -30,6 +30,7 @@ class Leg:
     logprobs: tuple[float, ...] = ()
     meta: Mapping[str, Any] = field(default_factory=dict)
     first_token_at_s: float | None = None
+    worker: str = ""  # the engine that answered, where a gateway says so
     # Set at an update: it took place while this request ran, and its KV was given back for version N.
     in_flight_at_update: bool = False
     recomputed_under: int = 0
@@ -85,7 +86,14 @@ class Leg:
         return [max(first, floor)] * len(self.prompt) + output
 
 
-async def send(client: httpx.AsyncClient, leg: Leg, *, on_chunk: Any, timeout_s: float) -> None:
+async def send(
+    client: httpx.AsyncClient,
+    leg: Leg,
+    *,
+    on_chunk: Any,
+    timeout_s: float,
+    headers: Mapping[str, str] | None = None,
+) -> None:
     """Stream `leg` to its end, greedily; `on_chunk(is_first)` is called after each chunk is taken.
 
     Raises RequestFailed when the engine answers with an error, httpx errors when it does not answer.
@@ -97,7 +105,8 @@ async def send(client: httpx.AsyncClient, leg: Leg, *, on_chunk: Any, timeout_s:
         "return_logprob": True,
         "stream": True,
     }
-    async with client.stream("POST", "/generate", json=body, timeout=timeout_s) as reply:
+    async with client.stream("POST", "/generate", json=body, timeout=timeout_s, headers=headers) as reply:
+        leg.worker = reply.headers.get("x-psrl-worker", "")
         if reply.status_code != httpx.codes.OK:
             text = (await reply.aread()).decode(errors="replace")
             raise RequestFailed(f"/generate answered {reply.status_code}: {text[:500]}")
