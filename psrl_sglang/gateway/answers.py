@@ -140,16 +140,16 @@ class GenerateAnswer:
         return await pass_on(reply, self._out, head)
 
     async def give_up(self, head: CIMultiDict[str]) -> None:
-        """The client gets what there is, as aborted."""
+        """The client gets what there is."""
         assert self._answer is not None
-        await self._finish(self._answer.broken_off(), head)
+        await self._finish(self._answer, head)
 
-    async def _finish(self, whole: dict[str, object], head: CIMultiDict[str]) -> None:
+    async def _finish(self, answer: Continuation, head: CIMultiDict[str]) -> None:
         if self._out.has_begun:
-            await self._out.write(encoded(whole) + DONE)
+            await self._out.write(encoded(answer.end(as_delta=self._events.tells_new_only)) + DONE)
             await self._out.end()
         else:
-            self._out.whole(200, head, msgspec.json.encode(whole))
+            self._out.whole(200, head, msgspec.json.encode(answer.end(as_delta=False)))
 
     async def _deliver_whole(self, reply: aiohttp.ClientResponse, head: CIMultiDict[str]) -> Outcome:
         try:
@@ -182,7 +182,7 @@ class GenerateAnswer:
         if self._call.tag is None and version is not None:
             self._call.tag = version
         if answer.is_complete:
-            await self._finish(answer.completed(), head)
+            await self._finish(answer, head)
             return Outcome.DONE
         return Outcome.GOES_ON
 

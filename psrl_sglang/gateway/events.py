@@ -68,6 +68,10 @@ class AnswerEvents:
         self.is_broken_off = False
         self.not_continued = ""
 
+    @property
+    def tells_new_only(self) -> bool:
+        return bool(self._tells_new_only)
+
     def next_reply(self) -> None:
         """What comes now is of another reply."""
         self._parts, self._told, self.is_broken_off = [], 0, False

@@ -157,15 +157,13 @@ class Continuation:
         self._shift(meta, len(self.output_ids), count)
         return {**reply, **self._top, "meta_info": meta}
 
-    def broken_off(self) -> dict[str, Any]:
-        """What there is, as one reply that was aborted."""
-        meta = {"finish_reason": {"type": "abort", "message": "Aborted, and not continued"}}
-        return self.joined({"text": "", "output_ids": [], "meta_info": meta})
-
-    def completed(self) -> dict[str, Any]:
-        """What there is, as one reply that has all that was asked for."""
-        meta = {"finish_reason": {"type": "length", "length": 0}}
-        return self.joined({"text": "", "output_ids": [], "meta_info": meta})
+    def end(self, *, as_delta: bool) -> dict[str, Any]:
+        """What there is, as the one reply: complete if it is, else aborted. ``as_delta``: it was told already."""
+        reason: dict[str, Any] = {"type": "length", "length": len(self.output_ids)}
+        if not self.is_complete:
+            reason = {"type": "abort", "message": "Aborted, and not continued"}
+        last = {"text": "", "output_ids": [], "meta_info": {"finish_reason": reason}}
+        return self.joined_delta(last, 0) if as_delta else self.joined(last)
 
     def _new_tokens(self) -> int | None:
         """How many were asked for; None for as many as fit."""

@@ -211,7 +211,11 @@ class DramTier:
 
     def is_full(self, chunk: Chunk) -> bool:
         """Whether the chunk reaches its end in its sequence, so that nothing will be added to it."""
-        return chunk.pages >= self._capacity(chunk.pool, chunk.start)
+        return chunk.pages >= self.capacity_of(chunk)
+
+    def capacity_of(self, chunk: Chunk) -> int:
+        """The pages of a chunk once it is full."""
+        return self._capacity(chunk.pool, chunk.start)
 
     def drop(self, chunks: Sequence[Chunk], reason: str) -> int:
         """Evict those of ``chunks`` that nobody uses or continues, in this order; returns how many pages."""

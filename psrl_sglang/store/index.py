@@ -27,7 +27,7 @@ class Chunk:
     ``before`` is the key of the page before its first one, empty at the start of a sequence; ``parent`` is the
     chunk with that page, if the tier has it. ``busy`` counts who reads or writes it now; a busy chunk is not
     evicted. ``queued``: it has an entry in the index's queue of candidates. ``stored``: how many of its pages
-    each lower tier was given, as far as is known.
+    each lower tier was given, as far as is known. ``sums``: of the pieces of a full chunk, once they were needed.
     """
 
     __slots__ = (
@@ -42,6 +42,7 @@ class Chunk:
         "stamp",
         "start",
         "stored",
+        "sums",
         "tag",
     )
 
@@ -58,6 +59,7 @@ class Chunk:
         self.stamp = 0
         self.queued = False
         self.stored: dict[str, int] = {}
+        self.sums = b""
 
     @property
     def pages(self) -> int:

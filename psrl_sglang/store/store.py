@@ -22,6 +22,7 @@ from psrl_sglang.store.fetch import Fetch, FetchPool
 from psrl_sglang.store.index import Chunk, DeadRank
 from psrl_sglang.store.remote import RemoteTier
 from psrl_sglang.store.stats import StoreStats
+from psrl_sglang.store.sums import checksum, cut
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class KVStore:
         self.disk = lower.disk
         self.remote = lower.remote
         self._save_unfull_chunk = lower.save_unfull_chunk
+        self._keeps_sums = bool(lower.landing_s)
         self._first_pool = layout.pools[0].name
         queue_chunks = max(1, arena.slots // 4)
         self._writers: list[_Writer] = []
@@ -95,9 +97,18 @@ class KVStore:
         """Make the pages visible and send what is complete on to the lower tiers. The window of a sliding-window
         pool ends anywhere, so its chunks are always complete."""
         for chunk in reservation.commit():
+            if self._keeps_sums and not chunk.sums and self.dram.is_full(chunk):
+                self._sum(chunk)  # here, so that a move of the chunk need not wait for it
             if self._save_unfull_chunk or self.dram.is_full(chunk) or chunk.pool != self._first_pool:
                 for writer in self._writers:
                     writer.offer(chunk)
+
+    def _sum(self, chunk: Chunk) -> None:
+        lease = self.dram.lease_chunk(chunk)
+        if lease is not None:
+            with lease:
+                pieces = cut(self.dram.payload(lease.pieces[0]))
+                chunk.sums = b"".join(checksum(piece) for piece in pieces)
 
     def fetch(self, wanted: Sequence[Wanted], *, seconds: float) -> Fetch | None:
         """Bring up what of ``wanted`` only the lower tiers have, and wait for what others bring; None where nothing

@@ -11,16 +11,14 @@ from typing import Protocol
 from psrl_sglang.keys import KEY_BYTES, count, key_at
 from psrl_sglang.store.dram import Reservation, Write
 from psrl_sglang.store.store import KVStore
+from psrl_sglang.store.sums import SUM_BYTES, checksum, cut
 from psrl_sglang.transfer.exchange import (
-    SUM_BYTES,
     Commit,
     Done,
     Grant,
     Granted,
     Offer,
     Run,
-    checksum,
-    cut,
     salted,
 )
 from psrl_sglang.transfer.link import Deadline, Link, PeerRefused, TransferError
@@ -182,7 +180,18 @@ class Arrivals:
             part.is_good = part.pool not in damaged
             if part.is_good:
                 self._await_turn(part, deadline)
+                self._remember(part, mine[at:end])
                 self._store.commit(part.reservation)
+            at = end
+
+    def _remember(self, part: _Part, sums: bytes) -> None:
+        """The checksums of whole chunks are good for the next move of them."""
+        at = 0
+        for write in part.reservation.writes:
+            pieces = sum(1 for _ in cut(self._dram.payload(write)))
+            end = at + pieces * SUM_BYTES
+            if write.pages == self._dram.capacity_of(write.chunk):
+                write.chunk.sums = sums[at:end]
             at = end
 
     def _await_turn(self, part: _Part, deadline: Deadline) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from psrl_sglang.keys import KEY_BYTES, count, key_at
 from psrl_sglang.store.chunk import Wanted
 from psrl_sglang.store.dram import Lease
+from psrl_sglang.store.index import Chunk
 from psrl_sglang.store.store import KVStore
 from psrl_sglang.store.windows import lease_everywhere, worth_reading
 from psrl_sglang.transfer.exchange import Run, salted
@@ -47,6 +48,7 @@ def load(
         read_ahead(store, wanted, windows, deadline)
     runs: list[Run] = []
     places: list[int] = []
+    chunks: list[Chunk] = []
     leases: list[Lease] = []
     end = count(digests)
     for one in wanted:
@@ -63,6 +65,7 @@ def load(
             before = digests[begin - KEY_BYTES : begin] if first else b""
             runs.append(Run(one.pool, first, before, digests[begin : begin + piece.pages * KEY_BYTES]))
             places.append(int(store.dram.offsets([piece])[0]))
+            chunks.append(piece.chunk)
         if one is wanted[0]:
             end = sum(lease.pages for lease in held)
-    return Cargo(tag, fingerprint, runs, places, leases)
+    return Cargo(tag, fingerprint, runs, places, chunks, leases)

@@ -12,16 +12,11 @@ Pages are named by SGLang's own hash, cut to 16 bytes, without the salt that eac
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
-import xxhash
 
 from psrl_sglang.keys import count
-
-PIECE_BYTES = 2 << 20  # stays in a core's cache between its copy and its checksum
-SUM_BYTES = 8
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 
@@ -79,17 +74,7 @@ class Done(msgspec.Struct, tag="done", frozen=True):
     reason: str = ""
 
 
-def cut(view: memoryview) -> Iterator[memoryview]:
-    """The pieces of one granted range: what is checked, and by some transports copied, at a time."""
-    for at in range(0, len(view), PIECE_BYTES):
-        yield view[at : at + PIECE_BYTES]
-
-
 def salted(digests: bytes, salt: bytes) -> bytes:
     """This engine's keys of pages that another one names."""
     number = int.from_bytes(salt * count(digests), "big") ^ int.from_bytes(digests, "big")
     return number.to_bytes(len(digests), "big")
-
-
-def checksum(piece: memoryview) -> bytes:
-    return xxhash.xxh3_64_digest(piece)

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from psrl_sglang.store.dram import DramTier, Lease
+from psrl_sglang.store.index import Chunk
+from psrl_sglang.store.sums import SUM_BYTES, checksum, cut
 from psrl_sglang.transfer.auth import Signer
-from psrl_sglang.transfer.exchange import Commit, Done, Grant, Granted, Offer, Run, checksum, cut
+from psrl_sglang.transfer.exchange import Commit, Done, Grant, Granted, Offer, Run
 from psrl_sglang.transfer.handshake import Party, Use, meet_destination
 from psrl_sglang.transfer.link import Deadline, DeadlinePassed, Link, PeerLost, PeerRefused, TransferError
 from psrl_sglang.transfer.transport import Transport, Transports
@@ -24,12 +26,13 @@ _FORGET_S = 3600.0  # to forget a peer that lives costs it and us a descriptor o
 @dataclass(frozen=True, slots=True)
 class Cargo:
     """Pages that are leased in DRAM, as the runs of an `Offer`: each lies in one range of the arena, which begins
-    at its entry in ``places``. Owns the leases."""
+    at its entry in ``places``, and is of its entry in ``chunks``. Owns the leases."""
 
     tag: str
     fingerprint: str
     runs: list[Run]
     places: list[int]
+    chunks: list[Chunk]
     leases: list[Lease]
 
     @property
@@ -166,12 +169,11 @@ class Sender:
 
     def _deliver(self, way: _Way, cargo: Cargo, granted: Sequence[Granted], deadline: Deadline) -> Sent:
         link = way.link
-        pieces, places = self._pieces(cargo, granted, link.peer)
+        pieces, places, sums = self._pieces(cargo, granted, link.peer)
         if pieces:
-            sums = [b""] * len(pieces)
 
             def read(index: int) -> None:
-                sums[index] = checksum(pieces[index])
+                sums[index] = sums[index] or checksum(pieces[index])
 
             way.transport.send(link, way.way, pieces, places, read, deadline)
             link.send(Commit(b"".join(sums)), deadline)
@@ -181,9 +183,10 @@ class Sender:
 
     def _pieces(
         self, cargo: Cargo, granted: Sequence[Granted], peer: str
-    ) -> tuple[list[memoryview], list[int]]:
-        """What was granted, cut as the destination cuts it: its ranges are whole there and may not be here."""
+    ) -> tuple[list[memoryview], list[int], list[bytes]]:
+        """What was granted, cut as the destination cuts it, where it goes, and its checksums as far as known."""
         pieces: list[memoryview] = []
+        sums: list[bytes] = []
         places: list[int] = []
         memory = memoryview(self._dram.arena.memory)
         offered, asked = sum(run.pages for run in cargo.runs), sum(grant.pages for grant in granted)
@@ -202,7 +205,14 @@ class Sender:
                 pieces.append(piece)
                 places.append(at)
                 at += len(piece)
-        return pieces, places
+            sums += self._known_sums(cargo, grant, len(pieces) - len(sums))
+        return pieces, places, sums
+
+    def _known_sums(self, cargo: Cargo, grant: Granted, pieces: int) -> list[bytes]:
+        chunk = cargo.chunks[grant.run]
+        if grant.pages < chunk.pages or len(chunk.sums) != pieces * SUM_BYTES:
+            return [b""] * pieces
+        return [chunk.sums[at : at + SUM_BYTES] for at in range(0, len(chunk.sums), SUM_BYTES)]
 
     # ---- links ----
 

@@ -152,7 +152,7 @@ class Peer:
         self.store = KVStore(
             self.layout,
             arena,
-            LowerTiers(),
+            LowerTiers(landing_s=options.move_s),
             policy="LRU",
             dead_rank=lambda tag: None,
             stats=StoreStats(),

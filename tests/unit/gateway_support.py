@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import zlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -324,7 +323,10 @@ async def gateway_of(*engines: FakeEngine, ready: bool = True, token: str = "", 
         gateway = Gateway(service, http, token)
         owned.push_async_callback(_end, service, serving, http)
         if ready:
-            await until(lambda: all(one.version for one in service.fleet.workers()), "versions are known")
+            known = service.fleet.workers
+            await until(
+                lambda: len(known()) == len(engines) and all(one.version for one in known()), "all known"
+            )
         yield gateway
 
 
@@ -338,10 +340,3 @@ async def _end(service: GatewayService, serving: asyncio.Task[None], http: aioht
 
 def spread(engines: list[FakeEngine]) -> list[int]:
     return [len(engine.seen) for engine in engines]
-
-
-def raw_connection(gateway: Gateway) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", gateway.service.port))
-
-
-Scenario = Callable[[], Awaitable[None]]
