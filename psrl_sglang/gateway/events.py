@@ -23,24 +23,28 @@ Opener = Callable[[Continuation | None], Continuation]
 
 
 class EventSplitter:
-    """Whole events out of pieces of a stream; the rest is kept for the next piece."""
+    """Whole events out of pieces of a stream; the rest is kept for the next piece. An event of many pieces is put
+    together once."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._pieces: list[bytes] = []
 
     @property
     def rest(self) -> bytes:
-        return self._rest
+        return b"".join(self._pieces)
 
     def whole(self, piece: bytes) -> bytes:
         """All events that are complete now, as they came."""
-        joined = self._rest + piece if self._rest else piece
-        end = joined.rfind(_END) + len(_END)
+        end = piece.rfind(_END) + len(_END)
         if end < len(_END):
-            self._rest = joined
-            return b""
-        self._rest = joined[end:]
-        return joined if not self._rest else joined[:end]
+            ends_in_between = self._pieces and self._pieces[-1][-1:] == piece[:1] == b"\n"
+            if not ends_in_between:
+                self._pieces.append(piece)
+                return b""
+            end = 1
+        whole = b"".join((*self._pieces, piece[:end])) if self._pieces or end < len(piece) else piece
+        self._pieces = [piece[end:]] if end < len(piece) else []
+        return whole
 
 
 def each_event(events: bytes) -> Iterator[bytes]:

@@ -24,8 +24,7 @@ class Selector:
     def pick(self, call: Call) -> Worker | None:
         """A worker that may serve the request and has room for it, or None: it has to wait."""
         eligible = self._eligible(call)
-        if len(eligible) > len(call.tried):
-            eligible = [worker for worker in eligible if worker.url not in call.tried] or eligible
+        eligible = [worker for worker in eligible if worker.url not in call.tried] or eligible
         if not eligible:
             return None
         if tied := self._tied(call, eligible):

@@ -7,10 +7,10 @@ import contextlib
 import logging
 import resource
 import socket
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
 
 from psrl_sglang.gateway.admission import Admission
 from psrl_sglang.gateway.answers import ClientAborts, LoopLimits
@@ -32,6 +32,8 @@ from psrl_sglang.gateway.upstream import Upstream
 from psrl_sglang.transfer.client import AsyncMoveClient
 
 logger = logging.getLogger(__name__)
+
+Serve = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 _BACKLOG = 4096
 _OPEN_FILES = 65536
@@ -91,6 +93,7 @@ class GatewayService:
             tokens_of=self.holders.tokens,
         )
         self._stopping = asyncio.Event()
+        self._requests = 0
         self._listener = _listen(options.host, options.port)
         self.port: int = self._listener.getsockname()[1]
 
@@ -187,7 +190,7 @@ class GatewayService:
                 max_body_bytes=ours.max_body_bytes,
             )
         )
-        return _server(routes, ours.max_body_bytes), background
+        return _server(self._counted(routes.serve), ours.max_body_bytes), background
 
     async def _join_controller(self, owned: contextlib.AsyncExitStack) -> Membership | None:
         url = self._options.settings.controller_url
@@ -214,17 +217,26 @@ class GatewayService:
             controller=None if membership is None else membership.trouble or "ok",
         )
 
+    def _counted(self, serve: Serve) -> Serve:
+        async def counted(request: web.BaseRequest) -> web.StreamResponse:
+            self._requests += 1
+            try:
+                return await serve(request)
+            finally:
+                self._requests -= 1
+
+        return counted
+
     async def _drain(self, server: web.Server) -> None:
         """Until no request runs, or the time for that is over."""
         server.pre_shutdown()
         limit_s = self._options.settings.gateway.drain_timeout_s
-        running = lambda: [one for one in server.connections if _is_busy(one)]  # noqa: E731
         try:
             async with asyncio.timeout(limit_s):
-                while running():
+                while self._requests:
                     await asyncio.sleep(0.02)
         except TimeoutError:
-            logger.warning("%d requests did not end in %g s, and are cut", len(running()), limit_s)
+            logger.warning("%d requests did not end in %g s, and are cut", self._requests, limit_s)
 
     async def _log_moves(self) -> None:
         interval_s = self._options.settings.transfer.stats_log_interval_s
@@ -234,7 +246,7 @@ class GatewayService:
                 self.metrics.log_moves()
 
 
-def _server(routes: Routes, max_body_bytes: int) -> web.Server:
+def _server(serve: Serve, max_body_bytes: int) -> web.Server:
     loop = asyncio.get_running_loop()
 
     def make_request(message, payload, protocol, writer, task) -> web.BaseRequest:
@@ -242,17 +254,13 @@ def _server(routes: Routes, max_body_bytes: int) -> web.Server:
         return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=max_body_bytes)
 
     return web.Server(
-        routes.serve,
+        serve,
         request_factory=make_request,
         handler_cancellation=True,
         access_log=None,
         auto_decompress=False,
         read_bufsize=_READ_BUFFER_BYTES,
     )
-
-
-def _is_busy(connection: RequestHandler) -> bool:
-    return connection._current_request is not None
 
 
 def _lookup(settings: Settings, membership: Membership | None):

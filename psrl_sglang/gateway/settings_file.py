@@ -54,11 +54,18 @@ def _root(data: object, name: str, problems: list[Problem]) -> DictConfig | None
             return None
         data = {**data, "psrl": dict(data)}
     try:
-        return OmegaConf.create(dict(data), flags={"allow_objects": True})
+        return OmegaConf.create(_plain(data), flags={"allow_objects": True})
     except OmegaConfBaseException as error:
         reason = str(error).partition("\n")[0]
         problems.append(Problem("file", name, f"cannot be read: {reason}", "mend the interpolation"))
         return None
+
+
+def _plain(value: Any) -> Any:
+    """OmegaConf sees into the built-in types only."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _sections(root: DictConfig, problems: list[Problem]) -> dict[str, Any]:

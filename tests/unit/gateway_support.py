@@ -1,7 +1,7 @@
 """A gateway and engines that are nothing but HTTP, all on one event loop.
 
-What an engine says follows from the prompt alone, so an answer that took several engines can be compared with one that
-did not.
+What an engine says follows from the prompt alone, so an answer that took several engines can be compared with one
+that did not.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -163,10 +163,11 @@ class FakeEngine:
         return await self._stream(request, body, death)
 
     async def _whole(self, body: dict[str, Any]) -> dict[str, Any]:
-        reply = {}
+        last: dict[str, Any] = {}
         async for reply in self._replies(body):
+            last = reply
             await asyncio.sleep(self.token_s)
-        return reply
+        return last
 
     async def _stream(self, request: web.Request, body: dict[str, Any], death: str) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})

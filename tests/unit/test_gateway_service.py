@@ -19,6 +19,7 @@ from psrl_sglang.gateway.cost_model import CostModel
 from psrl_sglang.gateway.guard import is_loopback
 from psrl_sglang.gateway.settings import Settings, clean_url
 from psrl_sglang.gateway.settings_file import load_settings
+from psrl_sglang.transfer import messages as wire
 
 COMMAND = str(Path(sys.executable).with_name("psrl-sglang"))
 CONFIG = Path(__file__).parents[2] / "configs" / "gateway.yaml"
@@ -219,8 +220,7 @@ def test_the_controllers_instances_join_with_their_versions_and_leave_with_it():
                     lambda: all(one.addresses for one in gateway.fleet.workers()), "and their move workers"
                 )
                 assert gateway.fleet.workers()[0].addresses.command == (workers[0].address,)
-                place = workers[1].place
-                workers[1].ask(_deregister(place))
+                workers[1].push(wire.DeRegisterMsg(**workers[1].place, ip="127.0.0.1", port=workers[1].port))
                 await until(lambda: len(gateway.fleet) == 1, "it has left")
                 await asyncio.to_thread(controller.stop)
                 await until(lambda: gateway.service.fleet.workers(), "who was there stays")
@@ -233,12 +233,6 @@ def test_the_controllers_instances_join_with_their_versions_and_leave_with_it():
             await engine.stop()
 
     run(scenario())
-
-
-def _deregister(place):
-    from psrl_sglang.transfer import messages as wire
-
-    return wire.DeRegisterMsg(**place, ip="127.0.0.1", port=1)
 
 
 def test_the_controller_is_asked_what_is_off_the_device_where_that_counts():
@@ -268,9 +262,8 @@ def test_the_controller_is_asked_what_is_off_the_device_where_that_counts():
 def _chunk_keys(tokens: list[int]) -> list[int]:
     from controller_support import CHUNK, PAGE
 
-    from psrl_sglang.keys import chunk_key
     from psrl_sglang.namespace import compose_salt
-    from psrl_sglang.pagehash import page_digests
+    from psrl_sglang.pagehash import chunk_key, page_digests
 
     pages = page_digests(tokens, PAGE, extra_key=None, cache_salt=compose_salt("7", None))
     return [chunk_key(page) for page in pages[CHUNK // PAGE - 1 :: CHUNK // PAGE]]
