@@ -3,7 +3,7 @@
     python benchmarks/gateway.py [--smg /path/to/smg] [--requests 400]
 
 A fast upstream answers everything with the same bytes, so what is measured is the proxy. Requests of the three ways
-are interleaved, one at a time; CPU is that of the proxy's processes. Without `--smg` only the gateway is measured:
+are interleaved, one at a time; CPU is that of the proxy's process, over the whole run. Without `--smg` only the gateway is measured:
 
     python -m venv /tmp/smg && /tmp/smg/bin/pip install smg==1.13.0
 """
@@ -24,11 +24,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
+import uvloop
 
 _REPLY = json.dumps(
     {"text": "", "output_ids": [1], "meta_info": {"id": "1", "finish_reason": {"type": "length"}}}
 )
 _INFO = json.dumps({"model_path": "m", "weight_version": "1", "served_model_name": "m", "is_generation": True})
+_WARM_UP = 20
 _BODIES = {
     "69 B": b'{"input_ids":[1,2,3,4],"sampling_params":{"max_new_tokens":1}}      ',
     "232 kB": json.dumps(
@@ -44,7 +46,7 @@ def main() -> None:
     parser.add_argument("--upstream", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.upstream:
-        asyncio.run(_upstream(options.upstream))
+        uvloop.run(_upstream(options.upstream))
         return
     with ExitStack() as owned:
         upstream = f"http://127.0.0.1:{_free_port()}"
@@ -68,21 +70,21 @@ def main() -> None:
 
 def _compare(name: str, body: bytes, count: int, ways: dict[str, str], pids: dict[str, int]) -> None:
     taken: dict[str, list[float]] = {way: [] for way in ways}
-    cpu_s = dict.fromkeys(pids, 0.0)
+    before_s: dict[str, float] = {}
     with httpx.Client(timeout=30, trust_env=False) as client:
-        for round_number in range(count + 20):
+        for round_number in range(count + _WARM_UP):
             for way, url in ways.items():
-                before_s = _cpu_s(pids[way]) if way in pids else 0.0
                 start_s = time.perf_counter()
                 reply = client.post(
                     f"{url}/generate", content=body, headers={"content-type": "application/json"}
                 )
                 took_s = time.perf_counter() - start_s
                 assert reply.status_code == 200, (way, reply.status_code, reply.text[:200])
-                if round_number >= 20:
+                if round_number >= _WARM_UP:
                     taken[way].append(took_s)
-                    if way in pids:
-                        cpu_s[way] += _cpu_s(pids[way]) - before_s
+            if round_number == _WARM_UP - 1:
+                before_s = {way: _cpu_s(pid) for way, pid in pids.items()}
+        cpu_s = {way: _cpu_s(pid) - before_s[way] for way, pid in pids.items()}
     print(f"{name} bodies, {count} requests each, one at a time")
     for way, times in taken.items():
         ordered = sorted(times)
@@ -125,8 +127,6 @@ def _start(owned: ExitStack, command: list[str], url: str) -> int:
 
 
 async def _upstream(port: int) -> None:
-    import uvloop  # noqa: F401 - the upstream should not be the slow part
-
     class Protocol(asyncio.Protocol):
         def connection_made(self, transport) -> None:
             self._transport, self._data = transport, b""

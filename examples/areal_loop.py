@@ -62,7 +62,7 @@ async def run(
     *,
     samples: int = 4,
     prompt_tokens: int = 300,
-    new_tokens: int = 48,
+    new_tokens: int = 96,
 ) -> Report:
     """A turn of every sample with an update in its middle, for each checkpoint; two more turns at the end."""
     report, source = Report(), random.Random("areal")

@@ -17,8 +17,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer import Http, Report, Sample, make_samples, running, tokens_of
 from weights import UpdateGroup, read_checkpoint, send_as_tensors
@@ -42,9 +43,8 @@ class Miles:
             headers={"X-SMG-Routing-Key": sample.session},
         )
 
-    async def update(self, checkpoint: Path, version: str) -> None:
+    async def update(self, weights: Mapping[str, Any], version: str) -> None:
         http, engines = self._http, self._engines
-        weights = read_checkpoint(checkpoint)
         await http.on_every(engines, "/pause_generation", {"mode": "in_place"})
         if self._group is None:
             await http.flush_every(engines)
@@ -68,7 +68,7 @@ async def run(
     is_distributed: bool = True,
     samples: int = 4,
     prompt_tokens: int = 300,
-    new_tokens: int = 48,
+    new_tokens: int = 96,
 ) -> Report:
     """A turn of every sample with an update in its middle, for each checkpoint; two more turns at the end."""
     report, source = Report(), random.Random("miles")
@@ -78,11 +78,11 @@ async def run(
         if group is not None:
             await group.join()
         miles = Miles(http, engines, route, group)
-        for number, checkpoint in enumerate([*checkpoints, None, None]):
+        for number, weights in enumerate([*map(read_checkpoint, checkpoints), None, None]):
             async with running(*(miles.generate(sample) for sample in working)):
-                if checkpoint is not None:
+                if weights is not None:
                     await http.wait_running(engines)
-                    await miles.update(checkpoint, str(first_version + number))
+                    await miles.update(weights, str(first_version + number))
             for sample in working:
                 sample.observe(tokens_of(source, 40), new_tokens)
         if group is not None:

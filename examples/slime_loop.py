@@ -43,9 +43,7 @@ class Slime:
         """Abort until idle; who generates gets what there is."""
         await self._http.on_every(self._engines, "/abort_request", {"abort_all": True})
         for engine in self._engines:
-            await until(
-                lambda engine=engine: self._http.requests_on(engine), lambda load: not sum(load), "idle"
-            )
+            await until(lambda engine=engine: self._http.requests_on(engine), lambda load: not sum(load))
 
     async def update(self, checkpoint: Path, version: str) -> None:
         http, engines = self._http, self._engines
@@ -64,7 +62,7 @@ async def run(
     first_version: int = 2,
     samples: int = 4,
     prompt_tokens: int = 300,
-    new_tokens: int = 48,
+    new_tokens: int = 96,
 ) -> Report:
     """For each checkpoint: a turn of every sample, stopped or overtaken by the update, and the rest of it
     after. A last turn runs under the last weights."""

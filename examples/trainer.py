@@ -151,23 +151,22 @@ class Http:
         loads = reply.json()["loads"]
         return sum(one["num_running_reqs"] for one in loads), sum(one["num_waiting_reqs"] for one in loads)
 
-    async def wait_running(self, engines: Sequence[str], count: int = 1) -> None:
-        """Until so many requests run on each engine."""
-        await until(lambda: self._least_running(engines), lambda least: least >= count, "requests run")
+    async def wait_running(self, engines: Sequence[str]) -> None:
+        """Until requests run on each engine."""
+        await until(lambda: self._least_running(engines), lambda least: least > 0)
 
     async def _least_running(self, engines: Sequence[str]) -> int:
         return min(running for running, _ in [await self.requests_on(engine) for engine in engines])
 
 
 async def until(
-    ask: Callable[[], Awaitable[Any]], is_right: Callable[[Any], bool], what: str, timeout_s: float = IDLE_S
+    ask: Callable[[], Awaitable[Any]], is_right: Callable[[Any], bool], timeout_s: float = IDLE_S
 ) -> Any:
     """Ask until the answer is right. Raises ``TimeoutError``."""
     async with asyncio.timeout(timeout_s):
         while not is_right(answer := await ask()):
             await asyncio.sleep(POLL_S)
         return answer
-    raise TimeoutError(f"not within {timeout_s} s: {what}")
 
 
 def make_samples(

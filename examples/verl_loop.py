@@ -18,7 +18,7 @@ import argparse
 import asyncio
 import random
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,11 +75,11 @@ class Verl:
             finally:
                 self.balancer.release(server)
 
-    async def update(self, checkpoint: Path, step: int) -> None:
+    async def update(self, weights: Mapping[str, Any], step: int) -> None:
         http, servers = self._http, self._servers
         await http.on_every(servers, "/pause_generation", {"mode": "abort"})
         await http.on_every(servers, "/begin_weight_update", {})
-        await send_as_tensors(http, servers, read_checkpoint(checkpoint), flush_cache=True)
+        await send_as_tensors(http, servers, weights, flush_cache=True)
         await http.on_every(servers, "/end_weight_update", {})
         await http.on_every(
             servers, "/update_weight_version", {"new_version": str(step), "abort_all_requests": False}
@@ -90,7 +90,7 @@ class Verl:
     async def rebalance(self) -> None:
         self.balancer.sticky.clear()
         await self._http.on_every(self._servers, "/pause_generation", {"mode": "abort"})
-        await until(self._in_flight, lambda count: not count, "nothing is in flight")
+        await until(self._in_flight, lambda count: not count)
         await self._http.on_every(self._servers, "/continue_generation", {})
 
     async def _in_flight(self) -> int:
@@ -119,7 +119,7 @@ async def run(
     secret: bytes = b"",
     samples: int = 4,
     prompt_tokens: int = 300,
-    new_tokens: int = 48,
+    new_tokens: int = 96,
 ) -> VerlReport:
     """A turn of every sample with an update in its middle, for each checkpoint; then one with a rebalance in its
     middle, when a server has been added, and one more."""
@@ -127,16 +127,16 @@ async def run(
     working = make_samples("verl", samples, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
     async with Http(report) as http, AsyncMoveClient(secret) as moves:
         verl = Verl(http, servers, moves, report)
-        for number, checkpoint in enumerate(checkpoints):
+        for number, weights in enumerate(map(read_checkpoint, checkpoints)):
             async with running(*(verl.generate(sample) for sample in working)):
                 await http.wait_running(servers)
-                await verl.update(checkpoint, first_version + number)
+                await verl.update(weights, first_version + number)
             _observe(working, source, new_tokens)
         # As after a server was added: everything is on one, until the balancer forgets it.
         for sample in working:
             verl.balancer.sticky[sample.session] = servers[0]
         async with running(*(verl.generate(sample) for sample in working)):
-            await http.wait_running(servers[:1], len(working))
+            await http.wait_running(servers[:1])
             await verl.rebalance()
         _observe(working, source, new_tokens)
         await asyncio.gather(*(verl.generate(sample) for sample in working))

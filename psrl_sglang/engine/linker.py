@@ -11,8 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +21,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoa
 from psrl_sglang.engine.copier import Copier, make_copier
 from psrl_sglang.engine.estimates import LoadOrRecompute
 from psrl_sglang.engine.geometry import PoolGeometry, build_pool_group, pool_geometry
+from psrl_sglang.engine.linker_jobs import Load, LookedUp, Offload, Place
 from psrl_sglang.keys import count, page_keys, pool_salt
 from psrl_sglang.store.chunk import Wanted
 from psrl_sglang.store.dram import Lease, Reservation
@@ -34,42 +34,6 @@ _LOOKED_UP_S = 5.0  # what a look-up protects, should no batch follow it
 _MOST_WAITING_OFFLOADS = 256
 _QUIESCE_S = 60.0
 _CLOSE_S = 10.0
-
-
-class Place(NamedTuple):
-    """Where in its sequence the next transfer begins, which the transfer does not say: its tag, its first page,
-    and SGLang's hash of the page before that (None at the start). ``most_pages``: how many of its pages may be
-    stored."""
-
-    tag: str
-    start: int
-    before: str | None
-    most_pages: int
-
-
-@dataclass(slots=True)
-class _LookedUp:
-    """What the last look-up of a request asked for, and the leases on what it found."""
-
-    wanted: list[Wanted]
-    found_pages: int
-    leases: list[Lease]
-    windows: dict[str, int]  # pages of a pool that a prefix needs at its end, where it does not need all
-    is_declined: bool = False
-
-
-@dataclass(slots=True)
-class _Load:
-    leases: list[Lease] = field(default_factory=list)
-    slots: list[tuple[str, torch.Tensor, np.ndarray]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class _Offload:
-    number: int
-    writes: list[tuple[str, torch.Tensor, Reservation]]
-    is_whole: bool
-    ready: list[Any]
 
 
 class PsrlLinker(UnifiedCacheLinker):
@@ -103,8 +67,8 @@ class PsrlLinker(UnifiedCacheLinker):
         self.before_offload: Callable[[], None] | None = None
         self.windows: dict[str, int] = {}  # pools that keep windows, and the pages of one, as last looked up
         self.declined: set[str] = set()  # requests of the last batch that had better recompute than load
-        self._looked_up: dict[str, _LookedUp] = {}
-        self._pending: dict[str, _Load] = {}
+        self._looked_up: dict[str, LookedUp] = {}
+        self._pending: dict[str, Load] = {}
         self._results: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._unfinished = 0
         self._ended = 0
@@ -126,8 +90,8 @@ class PsrlLinker(UnifiedCacheLinker):
         self._copiers: list[Copier] = [
             make_copier(store.dram.arena, list(self.geometry.values()), self.device) for _ in range(2)
         ]
-        self._loads: queue.SimpleQueue[tuple[int, list[_Load], list[Any]] | None] = queue.SimpleQueue()
-        self._offloads: queue.SimpleQueue[_Offload | None] = queue.SimpleQueue()
+        self._loads: queue.SimpleQueue[tuple[int, list[Load], list[Any]] | None] = queue.SimpleQueue()
+        self._offloads: queue.SimpleQueue[Offload | None] = queue.SimpleQueue()
         self._is_async = is_async
         for name, run in (("psrl-load", self._load_loop), ("psrl-offload", self._offload_loop)):
             thread = threading.Thread(target=run, name=name, daemon=True)
@@ -178,7 +142,7 @@ class PsrlLinker(UnifiedCacheLinker):
         lengths = np.flatnonzero(restorable).tolist()
         longest = lengths[-1] if lengths else 0
         is_declined = bool(longest) and not self.choice.should_load(longest * self.page_tokens)
-        self._looked_up[rid] = _LookedUp(wanted, longest, leases, windows, is_declined)
+        self._looked_up[rid] = LookedUp(wanted, longest, leases, windows, is_declined)
         return [] if is_declined else lengths
 
     def missing(self, rid: str) -> tuple[list[Wanted], int]:
@@ -200,26 +164,26 @@ class PsrlLinker(UnifiedCacheLinker):
         load = self._prepared_load(rid, transfers)
         if not self.agree(load is not None):
             if load is not None:
-                _release(load)
+                load.release()
             return False
         assert load is not None
         self._pending[rid] = load
         self.choice.loaded += 1
         return True
 
-    def _prepared_load(self, rid: str, transfers: list[PoolTransfer]) -> _Load | None:
+    def _prepared_load(self, rid: str, transfers: list[PoolTransfer]) -> Load | None:
         resolved = self.group.resolve_transfers(transfers, allow_partial=True, allow_missing_kv=True)
         seen = self._looked_up.get(rid)
         if not resolved or seen is None:
             return None
-        load = _Load()
+        load = Load()
         for transfer in resolved:
             pool = str(transfer.name)
             keys = self.keys(pool, list(transfer.keys or ()), seen.wanted[0].tag)
             lease = self.store.dram.lease(keys)
             load.leases.append(lease)
             if lease.pages < count(keys):
-                _release(load)
+                load.release()
                 return None
             assert transfer.host_indices is not None
             load.slots.append((pool, transfer.host_indices, self.store.dram.offsets(lease.pieces)))
@@ -229,7 +193,7 @@ class PsrlLinker(UnifiedCacheLinker):
         load = self._pending.pop(rid, None)
         if load is None:
             return False
-        _release(load)
+        load.release()
         return True
 
     def start_layer_wise_loading(self) -> int:
@@ -256,7 +220,7 @@ class PsrlLinker(UnifiedCacheLinker):
         while (job := self._loads.get()) is not None:
             self._run_load(*job)
 
-    def _run_load(self, index: int, loads: list[_Load], ready: list[Any]) -> None:
+    def _run_load(self, index: int, loads: list[Load], ready: list[Any]) -> None:
         began_s = time.perf_counter()
         try:
             for event in ready:
@@ -283,7 +247,7 @@ class PsrlLinker(UnifiedCacheLinker):
             self.layer_done_counter.fail(index, error)
         finally:
             for load in loads:
-                _release(load)
+                load.release()
 
     # ---- offload ----
 
@@ -318,7 +282,7 @@ class PsrlLinker(UnifiedCacheLinker):
             self._unfinished += 1
         self._offered += 1
         ready = self.record_offload_ready() if writes else []
-        self._offloads.put(_Offload(self._offered, writes, is_whole, ready))
+        self._offloads.put(Offload(self._offered, writes, is_whole, ready))
         return True
 
     def num_completed_offloads(self) -> int:
@@ -373,7 +337,7 @@ class PsrlLinker(UnifiedCacheLinker):
                     self._ended = number
                     self._changed.notify_all()
 
-    def _run_offload(self, job: _Offload) -> bool:
+    def _run_offload(self, job: Offload) -> bool:
         for event in job.ready:
             event.synchronize()
         for name, indices, reservation in job.writes:
@@ -416,8 +380,3 @@ class PsrlLinker(UnifiedCacheLinker):
             thread.join(_CLOSE_S)
         self._threads.clear()
         self.store.close()
-
-
-def _release(load: _Load) -> None:
-    for lease in load.leases:
-        lease.release()
