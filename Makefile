@@ -7,7 +7,7 @@ LMCACHE := $(CURDIR)/.lmcache
 # A C++ extension of SGLang's environment warns at interpreter exit, after pytest's last line.
 export PYTHONWARNINGS := ignore:builtin type:DeprecationWarning
 
-.PHONY: venv demo test slow mooncake lint bench clean
+.PHONY: venv demo demo-reroute test slow mooncake lint bench clean
 .DEFAULT_GOAL := venv
 
 venv: $(VENV)/.ready
@@ -44,6 +44,9 @@ $(VENV)/.chromium: $(VENV)/.ready
 demo: $(VENV)/.ready
 	@$(BIN)/psrl-sglang demo
 
+demo-reroute: $(VENV)/.ready
+	@$(BIN)/psrl-sglang demo-reroute
+
 lint: $(VENV)/.ready
 	@$(BIN)/ruff check psrl_sglang tests benchmarks
 	@$(BIN)/ruff format --check psrl_sglang tests benchmarks
@@ -65,6 +68,9 @@ bench: $(VENV)/.ready
 	@$(BIN)/python benchmarks/overhead.py
 	@$(BIN)/python benchmarks/bump_stall.py
 	@$(BIN)/python benchmarks/tiers.py
+	@$(BIN)/python benchmarks/transports.py
+	@$(BIN)/python benchmarks/moves.py
+	@$(BIN)/python benchmarks/reroute.py
 
 clean:
 	rm -rf $(VENV) $(LMCACHE)

@@ -1,11 +1,13 @@
 """What the gateway costs: latency and CPU of a request through it, through smg, and without either.
 
-    python benchmarks/gateway.py [--smg /path/to/smg] [--requests 400]
+    python benchmarks/gateway.py [--smg COMMAND] [--sglang-router PYTHON] [--requests 400]
 
 A fast upstream answers everything with the same bytes, so what is measured is the proxy. Requests of the three ways
-are interleaved, one at a time; CPU is that of the proxy's process, over the whole run. Without `--smg` only the gateway is measured:
+are interleaved, one at a time; CPU is that of the proxy's process, over the whole run. Without `--smg` and
+`--sglang-router` only the gateway is measured:
 
-    python -m venv /tmp/smg && /tmp/smg/bin/pip install smg==1.13.0
+    python -m venv /tmp/smg && /tmp/smg/bin/pip install smg==1.13.0 sglang-router==0.3.2
+    python benchmarks/gateway.py --smg /tmp/smg/bin/smg --sglang-router /tmp/smg/bin/python
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ _BODIES = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smg", default="", help="The smg command to compare with.")
+    parser.add_argument("--sglang-router", default="", help="A Python that has it.")
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--upstream", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -63,6 +66,13 @@ def main() -> None:
             command = [options.smg, "launch", "--worker-urls", upstream, "--policy", "round_robin"]
             command += ["--port", str(port), "--prometheus-port", str(_free_port()), "--log-level", "error"]
             pids["smg"] = _start(owned, command, ways["smg"])
+        if options.sglang_router:
+            port = _free_port()
+            ways["sglang-router"] = f"http://127.0.0.1:{port}"
+            command = [options.sglang_router, "-m", "sglang_router.launch_router", "--worker-urls", upstream]
+            command += ["--policy", "round_robin", "--port", str(port), "--log-level", "error"]
+            command += ["--prometheus-port", str(_free_port())]
+            pids["sglang-router"] = _start(owned, command, ways["sglang-router"])
         for name, body in _BODIES.items():
             count = options.requests if len(body) < 1000 else max(50, options.requests // 3)
             _compare(name, body, count, ways, pids)
@@ -90,12 +100,12 @@ def _compare(name: str, body: bytes, count: int, ways: dict[str, str], pids: dic
         ordered = sorted(times)
         cpu = f", CPU {1e3 * cpu_s[way] / count:.2f} ms" if way in pids else ""
         print(
-            f"  {way:8} median {1e3 * statistics.median(ordered):6.2f} ms  p10 {1e3 * ordered[count // 10]:6.2f}  "
+            f"  {way:13} median {1e3 * statistics.median(ordered):6.2f} ms  p10 {1e3 * ordered[count // 10]:6.2f}  "
             f"min {1e3 * ordered[0]:6.2f}{cpu}"
         )
-    if "smg" in taken:
-        latency = statistics.median(taken["gateway"]) / statistics.median(taken["smg"])
-        print(f"  gateway / smg: latency {latency:.2f}, CPU {cpu_s['gateway'] / cpu_s['smg']:.2f}")
+    for way in cpu_s.keys() - {"gateway"}:
+        latency = statistics.median(taken["gateway"]) / statistics.median(taken[way])
+        print(f"  gateway / {way}: latency {latency:.2f}, CPU {cpu_s['gateway'] / cpu_s[way]:.2f}")
 
 
 def _cpu_s(pid: int) -> float:

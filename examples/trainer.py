@@ -152,11 +152,11 @@ class Http:
         return sum(one["num_running_reqs"] for one in loads), sum(one["num_waiting_reqs"] for one in loads)
 
     async def wait_running(self, engines: Sequence[str]) -> None:
-        """Until requests run on each engine."""
-        await until(lambda: self._least_running(engines), lambda least: least > 0)
+        """Until a request runs on any of the engines."""
+        await until(lambda: self._running(engines), lambda count: count > 0)
 
-    async def _least_running(self, engines: Sequence[str]) -> int:
-        return min(running for running, _ in [await self.requests_on(engine) for engine in engines])
+    async def _running(self, engines: Sequence[str]) -> int:
+        return sum([(await self.requests_on(engine))[0] for engine in engines])
 
 
 async def until(

@@ -29,6 +29,7 @@ from weights import read_checkpoint, send_as_tensors
 from psrl_sglang.transfer.client import AsyncMoveClient, MoveResult
 
 _MOVE_S = 20.0
+_RESEND_S = 1.0  # as verl waits; meanwhile the balancer's counts go to nothing
 
 
 @dataclass(slots=True)
@@ -74,6 +75,8 @@ class Verl:
                 finish, self._last[sample.session] = attempt.finish, server
             finally:
                 self.balancer.release(server)
+            if finish == "abort":
+                await asyncio.sleep(_RESEND_S)
 
     async def update(self, weights: Mapping[str, Any], step: int) -> None:
         http, servers = self._http, self._servers

@@ -112,8 +112,8 @@ class GenerateAnswer:
         return self._answer is not None
 
     @property
-    def legs(self) -> int:
-        return self._answer.legs if self._answer is not None else 0
+    def last_version(self) -> str | None:
+        return self._answer.last_version if self._answer is not None else None
 
     @property
     def deadline_s(self) -> float:

@@ -140,6 +140,12 @@ class Fleet:
         if changed:
             self.on_change()
 
+    def saw(self, worker: Worker, version: str) -> None:
+        """A reply of it was made by this version. One that is older is from before an update."""
+        self.order.see(version)
+        if worker.is_up and (worker.version is None or self.order.is_at_least(version, worker.version)):
+            self.restore(worker, version)
+
     def _forget_if_idle(self, worker: Worker) -> None:
         if worker.in_flight == 0 and self._workers.get(worker.url) is worker:
             del self._workers[worker.url]

@@ -92,6 +92,8 @@ class Proxy:
             if outcome is not Outcome.GOES_ON:
                 return outcome.value
             assert answer is not None
+            if answer.last_version is not None:
+                parts.fleet.saw(worker, answer.last_version)
             parts.metrics.loopbacks.inc()
             await self._go_on(call, worker, answer)
 

@@ -89,7 +89,7 @@ def _demo_reroute(
     ways: Annotated[
         str | None, typer.Option(help="Which ways, separated by commas; default: strict with each mode.")
     ] = None,
-    sessions: Annotated[int, typer.Option(min=1, help="Agent sessions to run.")] = 10,
+    sessions: Annotated[int, typer.Option(min=1, help="Agent sessions to run.")] = 20,
     seed: Annotated[int, typer.Option(help="Seed of the generated sessions.")] = 1,
     trace: Annotated[
         Path | None,

@@ -51,7 +51,7 @@ class RerouteOptions:
     """`ways` are keys of WAYS; `kills`: whether an engine dies; `trace` replays real sessions."""
 
     ways: Sequence[str] = DEMO_WAYS
-    sessions: int = 10
+    sessions: int = 20
     seed: int = 1
     trace: Path | None = None
     scale: float = DEFAULT_SCALE
@@ -70,7 +70,7 @@ def run_reroute(options: RerouteOptions, console: Console) -> list[str]:
             CODING_AGENT, options.sessions, seed=options.seed, scale=options.scale, limits=_LIMITS
         )
     turns = sum(len(session.turns) for session in sessions)
-    plan = Plan(sessions, _TURNS_PER_SYNC, kill_after=turns // 3 if options.kills else 0)
+    plan = Plan(sessions, _TURNS_PER_SYNC, kill_after=turns // 2 if options.kills else 0)
     found: dict[str, Rerouted] = {}
     with ExitStack() as stack:
         directory = Path(stack.enter_context(TemporaryDirectory(prefix="psrl-reroute-")))

@@ -88,7 +88,7 @@ def test_a_longer_turn_moves_only_what_is_new(engines):
     assert_hit(b, longer, local, "host")
 
 
-def test_nothing_to_move_is_said_with_the_reason(engines):
+def test_lmcache_14_nothing_to_move_is_said_with_the_reason(engines):
     a, b = engines
     result = move(prompt(6, 200), a, b)
     assert not result.ok
@@ -121,7 +121,7 @@ def test_the_metrics_tell_of_moves(engines):
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
-def test_each_transport_moves_kv_that_is_equal(server_factory, pair, channel):
+def test_lmcache_17_each_transport_moves_kv_that_is_equal(server_factory, pair, channel):
     a, _ = pair
     settings = movable(lmcache={"p2p_transfer_channel": channel}, sglang={"instance_id": "c"})
     c = start(server_factory, settings)

@@ -37,7 +37,7 @@ def engines(pair):
         assert_books_hold(server)
 
 
-def test_row_20_the_controller_names_the_owner_soon_after_a_store(engines, controller):
+def test_row_20_and_lmcache_13_the_controller_names_the_owner_soon_after_a_store(engines, controller):
     a, _ = engines
     asked = prompt(1, 801)
     assert controller.holders(asked) == {}
@@ -65,7 +65,7 @@ def test_it_moves_between_engines_and_says_how_much(engines, controller):
     assert "no KV of this prompt" in nothing["reason"]
 
 
-def test_row_20_a_restarted_controller_is_told_everything_again(engines, controller):
+def test_row_20_and_lmcache_2_a_restarted_controller_is_told_everything_again(engines, controller):
     a, b = engines
     asked = prompt(4, 801)
     a.generate(asked, NEW_TOKENS)

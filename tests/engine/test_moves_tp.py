@@ -89,7 +89,7 @@ def test_a_rank_refuses_the_part_of_another(engines):
     assert "KV of another kind: rank=tp0/2 there, rank=tp1/2 here" in result.reason
 
 
-def test_an_engine_of_one_rank_refuses_the_parts_of_two(engines, server_factory):
+def test_lmcache_15_an_engine_of_one_rank_refuses_the_parts_of_two(engines, server_factory):
     a, _ = engines
     port = free_ports(2)
     whole = start(server_factory, movable(sglang={"move_port": port}))

@@ -32,7 +32,7 @@ def engines(pair):
         assert_books_hold(server)
 
 
-def test_a_session_that_alternates_between_engines_recomputes_nothing_but_what_is_new(engines, controller):
+def test_row_22_a_session_that_is_sent_to_and_fro_recomputes_nothing_but_what_is_new(engines, controller):
     sessions = {f"session-{number}": prompt(100 + number, 300 + 16 * number) for number in range(4)}
     before = {name: 0 for name in sessions}
     for turn in range(6):
