@@ -29,6 +29,7 @@ from weights import read_checkpoint, send_as_tensors
 from psrl_sglang.transfer.client import AsyncMoveClient, MoveResult
 
 _MOVE_S = 20.0
+_DRAIN_S = 3.0  # verl's is 30
 _RESEND_S = 1.0  # as verl waits; meanwhile the balancer's counts go to nothing
 
 
@@ -93,7 +94,10 @@ class Verl:
     async def rebalance(self) -> None:
         self.balancer.sticky.clear()
         await self._http.on_every(self._servers, "/pause_generation", {"mode": "abort"})
-        await until(self._in_flight, lambda count: not count)
+        try:
+            await until(self._in_flight, lambda count: not count, _DRAIN_S)
+        except TimeoutError:
+            pass  # what was sent after the pause waits in the engine until it goes on
         await self._http.on_every(self._servers, "/continue_generation", {})
 
     async def _in_flight(self) -> int:

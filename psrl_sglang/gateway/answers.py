@@ -10,7 +10,6 @@ import time
 from dataclasses import dataclass
 from enum import Enum
 
-import aiohttp
 import msgspec
 from multidict import CIMultiDict
 
@@ -18,7 +17,7 @@ from psrl_sglang.gateway.call import Call
 from psrl_sglang.gateway.events import ABORT_MARK, DONE, AnswerEvents, EventSplitter, each_event, encoded
 from psrl_sglang.gateway.loopback import Continuation, NotContinued, is_abort
 from psrl_sglang.gateway.reply import ClientReply, refusal
-from psrl_sglang.gateway.upstream import ReplyBroken, read_all, read_some
+from psrl_sglang.gateway.upstream import ReplyBroken, WorkerReply
 
 _EVENT_STREAM = "text/event-stream"
 _JSON = "application/json"
@@ -69,15 +68,15 @@ class ClientAborts:
         return aborted_s is not None and aborted_s >= call.arrived_s
 
 
-async def pass_on(reply: aiohttp.ClientResponse, out: ClientReply, head: CIMultiDict[str]) -> Outcome:
+async def pass_on(reply: WorkerReply, out: ClientReply, head: CIMultiDict[str]) -> Outcome:
     """The reply as it is."""
     length = reply.content_length
     try:
         if length is not None and length <= _WHOLE_BYTES:
-            out.whole(reply.status, head, await read_all(reply))
+            out.whole(reply.status, head, await reply.read_all())
             return Outcome.DONE
         await out.begin(reply.status, head, length)
-        while piece := await read_some(reply):
+        while piece := await reply.read_some():
             await out.write(piece)
         await out.end()
     except ReplyBroken as error:
@@ -127,9 +126,9 @@ class GenerateAnswer:
         assert self._answer is not None
         return self._answer.next_body()
 
-    async def deliver(self, reply: aiohttp.ClientResponse, head: CIMultiDict[str]) -> Outcome:
+    async def deliver(self, reply: WorkerReply, head: CIMultiDict[str]) -> Outcome:
         """Raises `ClientGone`."""
-        kind = reply.headers.get("content-type", "")
+        kind = reply.content_type
         if self.is_continued and reply.status != 200:
             await self.give_up(head)
             return Outcome.DONE
@@ -151,9 +150,9 @@ class GenerateAnswer:
         else:
             self._out.whole(200, head, msgspec.json.encode(answer.end(as_delta=False)))
 
-    async def _deliver_whole(self, reply: aiohttp.ClientResponse, head: CIMultiDict[str]) -> Outcome:
+    async def _deliver_whole(self, reply: WorkerReply, head: CIMultiDict[str]) -> Outcome:
         try:
-            body = await read_all(reply)
+            body = await reply.read_all()
         except ReplyBroken as error:
             return broken(self._out, error)
         if self._answer is None and ABORT_MARK not in body:
@@ -186,13 +185,13 @@ class GenerateAnswer:
             return Outcome.DONE
         return Outcome.GOES_ON
 
-    async def _deliver_events(self, reply: aiohttp.ClientResponse, head: CIMultiDict[str]) -> Outcome:
+    async def _deliver_events(self, reply: WorkerReply, head: CIMultiDict[str]) -> Outcome:
         out, events, splitter = self._out, self._events, EventSplitter()
         events.next_reply()
         try:
             if not out.has_begun:
                 await out.begin(200, head)
-            while piece := await read_some(reply):
+            while piece := await reply.read_some():
                 whole = splitter.whole(piece)
                 if not whole:
                     continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -107,7 +107,7 @@ class Proxy:
         if worker.generation != generation or not worker.is_up:
             # Lost while the KV was under way: it may be back with other weights.
             raise WorkerUnreachable("it went away before the request was sent")
-        reply = await parts.upstream.send("POST", worker.url + call.target, call.head(brought.hint), call.body)
+        reply = await parts.upstream.send("POST", worker.url, call.target, call.head(brought.hint), call.body)
         try:
             if reply.status < 400:
                 parts.holders.served(call.session, worker, call.cost_tokens)
@@ -139,6 +139,6 @@ class Proxy:
         return outcome
 
     @staticmethod
-    def _head(headers: Mapping[str, str], worker: Worker, brought: Brought, call: Call) -> CIMultiDict[str]:
+    def _head(headers: list[tuple[str, str]], worker: Worker, brought: Brought, call: Call) -> CIMultiDict[str]:
         kv = "" if brought.outcome == "none" else brought.text
-        return head_of(headers.items(), x_psrl_worker=worker.url, x_psrl_kv=kv)
+        return head_of(headers, x_psrl_worker=worker.url, x_psrl_kv=kv)

@@ -139,7 +139,7 @@ class Routes:
         problem = "no worker takes requests"
         for worker in [one for one in parts.fleet.workers() if one.takes_requests]:
             try:
-                reply = await parts.upstream.send("GET", worker.url + request.raw_path, headers, None)
+                reply = await parts.upstream.send("GET", worker.url, request.raw_path, headers, None)
             except (WorkerUnreachable, NoReply) as error:
                 parts.fleet.fail(worker, str(error), is_gone=isinstance(error, WorkerUnreachable))
                 problem = f"{worker.url}: {error}"
@@ -151,7 +151,7 @@ class Routes:
     async def _passed_on(request: web.BaseRequest, reply: Any, worker: Worker) -> web.StreamResponse:
         out = ClientReply(request)
         try:
-            await pass_on(reply, out, head_of(reply.headers.items(), x_psrl_worker=worker.url))
+            await pass_on(reply, out, head_of(reply.headers, x_psrl_worker=worker.url))
         except ReplyBroken as error:
             broken(out, error)
         except ClientGone:

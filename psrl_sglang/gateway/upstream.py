@@ -1,4 +1,4 @@
-"""The side towards the engines: one pool of connections, and errors by what may have happened to the request."""
+"""The side towards the engines, with errors by what may have happened to a request."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import Any
 import aiohttp
 from yarl import URL
 
-# SGLang's server closes a connection that was idle for 5 s; one that we reuse must not be about to be.
-_IDLE_S = 4.0
-_READ_BUFFER_BYTES = 32 << 10
-_OURS = ("User-Agent", "Accept-Encoding", "Accept", "Content-Type")
+from psrl_sglang.gateway.wire import Connection, ConnectionEnded, Pool, request_head
 
 
 class WorkerUnreachable(Exception):
@@ -26,49 +23,82 @@ class ReplyBroken(Exception):
     """The reply began, and ended before its end."""
 
 
+class WorkerReply:
+    """Owns its connection until it is closed. ``content_length`` is None where the reply does not say."""
+
+    def __init__(self, pool: Pool, base: str, connection: Connection) -> None:
+        assert connection.head is not None
+        head = connection.head
+        self._pool, self._base, self._connection = pool, base, connection
+        self.status = head.status
+        self.headers = head.headers
+        self.content_type = head.content_type
+        self.content_length = head.length
+
+    async def read_some(self) -> bytes:
+        """What has arrived, at least a byte of it; empty at the end. Raises `ReplyBroken`."""
+        try:
+            return await self._connection.read()
+        except ConnectionEnded as error:
+            raise ReplyBroken(str(error)) from error
+
+    async def read_all(self) -> bytes:
+        """The rest. Raises `ReplyBroken`."""
+        pieces = []
+        while piece := await self.read_some():
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def close(self) -> None:
+        """One that was read to its end leaves its connection to others; any other ends, and its generation too."""
+        self._pool.give_back(self._base, self._connection)
+
+
 class Upstream:
     """Create it on the event loop it is used on. Close it."""
 
     def __init__(self, *, connect_timeout_s: float, reply_timeout_s: float, worker_key: str = "") -> None:
         self._authorization = f"Bearer {worker_key}" if worker_key else ""
+        self._pool = Pool(connect_timeout_s=connect_timeout_s, silence_s=reply_timeout_s)
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_IDLE_S),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=connect_timeout_s, sock_read=reply_timeout_s
-            ),
-            auto_decompress=False,
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(sock_connect=connect_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
-            read_bufsize=_READ_BUFFER_BYTES,
             trust_env=False,
         )
 
     async def close(self) -> None:
+        self._pool.close()
         await self._session.close()
 
     async def send(
-        self, method: str, url: str, headers: Iterable[tuple[str, str]], body: bytes | None
-    ) -> aiohttp.ClientResponse:
+        self, method: str, base: str, target: str, headers: Iterable[tuple[str, str]], body: bytes | None
+    ) -> WorkerReply:
         """The reply, its body not yet read; the caller closes it. Raises `WorkerUnreachable` or `NoReply`."""
-        head = list(headers)
         if self._authorization:
-            head = [(name, value) for name, value in head if name.lower() != "authorization"]
-            head.append(("Authorization", self._authorization))
+            headers = [(name, value) for name, value in headers if name.lower() != "authorization"]
+            headers.append(("authorization", self._authorization))
         try:
-            return await self._session.request(
-                method,
-                URL(url, encoded=True),
-                data=body,
-                headers=head,
-                skip_auto_headers=_OURS,
-                allow_redirects=False,
-            )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL) as error:
+            connection = await self._pool.take(base)
+        except (OSError, TimeoutError, ValueError) as error:
             raise WorkerUnreachable(_reason(error)) from error
-        except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            raise NoReply(_reason(error)) from error
+        try:
+            origin = self._pool.origin(base)
+            length = None if body is None else len(body)
+            connection.ask(
+                request_head(method, origin.prefix + target, origin.name, headers, length), body or b""
+            )
+            await connection.wait_head()
+        except ConnectionEnded as error:
+            connection.abort()
+            raise NoReply(str(error)) from error
+        except BaseException:
+            connection.abort()
+            raise
+        return WorkerReply(self._pool, base, connection)
 
     async def ask(self, method: str, url: str, timeout_s: float, body: Any = None) -> tuple[int, Any]:
-        """Status and JSON of a small reply, within the time. Raises as `send`, or `ReplyBroken`."""
+        """Status and JSON of a small reply, within the time. Raises as `send`."""
         headers = {"Authorization": self._authorization} if self._authorization else None
         timeout = aiohttp.ClientTimeout(total=timeout_s)
         try:
@@ -86,22 +116,6 @@ class Upstream:
             raise NoReply(f"no answer in {timeout_s:g} s") from error
         except (aiohttp.ClientError, ConnectionError) as error:
             raise NoReply(_reason(error)) from error
-
-
-async def read_all(reply: aiohttp.ClientResponse) -> bytes:
-    """The rest of a reply. Raises `ReplyBroken`."""
-    try:
-        return await reply.read()
-    except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-        raise ReplyBroken(_reason(error)) from error
-
-
-async def read_some(reply: aiohttp.ClientResponse) -> bytes:
-    """What has arrived, at least a byte of it; empty at the end. Raises `ReplyBroken`."""
-    try:
-        return await reply.content.readany()
-    except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-        raise ReplyBroken(_reason(error)) from error
 
 
 def _reason(error: BaseException) -> str:

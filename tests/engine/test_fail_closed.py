@@ -44,7 +44,7 @@ def other_plugin(directory: Path, body: str) -> dict[str, str]:
     [
         ({"psrl": {"sglang": {"max_version_lag": -1}}}, ["psrl.sglang.max_version_lag", "-1"]),
         ({"psrl": {"lmcache": {"chunk_sise": 3}}}, ["chunk_sise", "chunk_size"]),
-        ({"psrl": {"lmcache": {"enable": True, "enable_p2p": True}}}, ["psrl.lmcache.enable_p2p"]),
+        ({"psrl": {"lmcache": {"enable_p2p": True}}}, ["psrl.lmcache.enable_p2p"]),
         ("/does/not/exist.yaml", ["/does/not/exist.yaml"]),
     ],
 )

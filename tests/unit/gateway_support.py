@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+import uvloop
 from aiohttp import web
 
 from psrl_sglang.gateway.service import GatewayService, Options
@@ -28,7 +29,7 @@ def run(work: Coroutine[Any, Any, Any], timeout_s: float = 60.0) -> Any:
         async with asyncio.timeout(timeout_s):
             return await work
 
-    return asyncio.run(limited())
+    return uvloop.run(limited())  # as the command does
 
 
 async def until(holds: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> None:
