@@ -170,7 +170,13 @@ class EngineMoves:
         """What a status shows: of this rank's worker, and where those of all ranks are. None before ``open``."""
         if self.worker is None:
             return None
-        more = {"ranks": self._addresses, "left_address": self._leaving.address}
+        ledger = self._ledger
+        tags = [tag for text in ledger.window() if (tag := ledger.tag_for(text)) is not None]
+        more = {
+            "ranks": self._addresses,
+            "left_address": self._leaving.address,
+            "versions": [tag.version for tag in tags if not tag.epoch],
+        }
         return self.worker.status() | self.status() | more | {"move_or_recompute": self.choice.status()}
 
     def _of_all_ranks(self, mine: dict[str, str]) -> list[dict[str, str]]:

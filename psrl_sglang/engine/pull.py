@@ -17,9 +17,9 @@ from typing import Any
 
 from psrl_sglang.config import PsrlConfig
 from psrl_sglang.engine.middleware import NoteMiddleware, RequestNote, current
-from psrl_sglang.engine.sources import NoSource, Source, Sources
+from psrl_sglang.engine.sources import Mine, NoSource, Source, Sources
 from psrl_sglang.transfer.auth import read_secret
-from psrl_sglang.transfer.client import AsyncMoveClient, Salts
+from psrl_sglang.transfer.client import AsyncMoveClient, MoveResult, Salts
 
 logger = logging.getLogger(__name__)
 
@@ -96,33 +96,32 @@ class Puller:
 
     async def _move(self, source: Source, name: str, note: RequestNote, tokens: list[int], obj: Any) -> None:
         mine = await self._sources.mine()
+        for version in mine.versions:
+            result = await self._transfer(source, mine, version, name, tokens, obj)
+            note.moved_tokens, note.present_tokens = result.num_tokens, result.present_tokens
+            note.reason = result.reason
+            if result.ok:
+                return
+        self._sources.forget(source)
+
+    async def _transfer(
+        self, source: Source, mine: Mine, version: str, name: str, tokens: list[int], obj: Any
+    ) -> MoveResult:
         salts: Salts = {"cache_salt": obj.cache_salt or None, "extra_key": obj.extra_key or None}
+        where, limit_s = source.commands, self._limit_s
         is_pinned = False
         try:
             if self._mode == "pin_sync":
-                pin = await self._client.pin(
-                    tokens, source.commands, mine.version, timeout_s=self._limit_s, **salts
-                )
+                pin = await self._client.pin(tokens, where, version, timeout_s=limit_s, **salts)
                 is_pinned = pin.num_tokens > 0
-            result = await self._client.transfer_direct(
-                tokens,
-                source.commands,
-                mine.data,
-                mine.version,
-                timeout_s=self._limit_s * _OWN_SHARE,
-                session=name,
-                **salts,
+            own_s = limit_s * _OWN_SHARE
+            return await self._client.transfer_direct(
+                tokens, where, mine.data, version, timeout_s=own_s, session=name, **salts
             )
         finally:
             if is_pinned:
-                unpin = self._client.unpin(
-                    tokens, source.commands, mine.version, timeout_s=self._limit_s, **salts
-                )
+                unpin = self._client.unpin(tokens, where, version, timeout_s=limit_s, **salts)
                 await asyncio.shield(asyncio.ensure_future(unpin))
-        note.moved_tokens, note.present_tokens = result.num_tokens, result.present_tokens
-        note.reason = result.reason
-        if not result.ok:
-            self._sources.forget(source)
 
     async def _follow(self) -> None:
         """Forget sessions whose KV another engine took: their next turn here will be behind."""

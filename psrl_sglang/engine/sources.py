@@ -45,10 +45,12 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Mine:
-    """This engine: ``data`` is where each rank takes KV, ``left_address`` tells of sessions that left it."""
+    """This engine: ``versions`` are those it may reuse KV of, the newest first, by name; ``data`` is where
+    each rank takes KV, ``left_address`` tells of sessions that left it."""
 
     name: str
     version: str
+    versions: tuple[str, ...]
     tag: str
     data: list[str]
     left_address: str
@@ -116,7 +118,14 @@ class Sources:
         if self._mine is None or time.monotonic() - self._mine[0] > within_s:
             shown = await self._ask_engine()
             data = [rank["data_address"] for rank in shown["ranks"]]
-            one = Mine(shown["instance_id"], shown["version"], shown["tag"], data, shown["left_address"])
+            one = Mine(
+                name=shown["instance_id"],
+                version=shown["version"],
+                versions=tuple(shown["versions"]),
+                tag=shown["tag"],
+                data=data,
+                left_address=shown["left_address"],
+            )
             self._mine = (time.monotonic(), one)
         return self._mine[1]
 

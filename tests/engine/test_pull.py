@@ -150,3 +150,22 @@ def test_a_source_that_hangs_costs_the_deadline_and_no_more(engines, server_fact
         os.killpg(dead.pid, signal.SIGCONT)
     for server in (dead, c):
         server.stop(grace_s=5.0)
+
+
+def test_kv_of_the_last_version_is_fetched_by_an_engine_that_accepts_a_lag(server_factory, models):
+    lagging = pulling(sglang={"max_version_lag": 1})
+    a, b = (start(server_factory, lagging) for _ in range(2))
+    asked = prompt(60, 601)
+    ask(a, asked, x_smg_routing_key="lag")
+    settle(a)
+    for server in (a, b):
+        assert server.update_weights(models[2], version="2").success
+    reply, headers = ask(b, asked, x_smg_routing_key="lag", x_request_id_psrl_src=a.url)
+    assert reused(reply)["host"] == 592
+    assert headers["x-psrl-oldest-version"] == "1"
+    for server in (a, b):
+        assert server.update_weights(models[1], version="3").success
+    reply, _ = ask(b, prompt(60, 601), x_smg_routing_key="older", x_request_id_psrl_src=a.url)
+    assert reply["meta_info"]["psrl"]["version_lag"] <= 1
+    for server in (a, b):
+        server.stop(grace_s=5.0)

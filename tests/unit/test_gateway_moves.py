@@ -110,13 +110,15 @@ def test_sync_waits_for_the_move_of_the_prompt_at_the_destinations_version():
 @pytest.mark.parametrize("mode", ["sync", "pin_sync"])
 def test_it_waits_no_longer_than_the_deadline_which_covers_the_wait_for_a_turn(mode):
     async def scenario():
-        stage = Stage(FakeMoves(0.25), mode, timeout_ms=300, per_source=1)
+        moves = FakeMoves(0.25)
+        stage = Stage(moves, mode, timeout_ms=260, per_source=1)
         start_s = time.monotonic()
         work = [stage.mover.bring(stage.call(f"s{at}"), stage.a, stage.b) for at in range(4)]
         brought = await asyncio.gather(*work)
         assert time.monotonic() - start_s < 2.0  # 4 moves in a row would be over the deadline of each
         assert [one.outcome for one in brought] == ["ok", "timeout", "timeout", "timeout"]
         await until(lambda: len(stage.counted) == 4, "all are counted")
+        assert moves.names.count("move") <= 2, "those that are late are not begun"
         assert stage.mover.running == 0
         await stage.mover.close()
 

@@ -75,6 +75,17 @@ def test_request_num_balance_takes_the_fewest_and_the_first_of_equals():
     assert Bench(0, 0).pick() == 0
 
 
+def test_a_worker_that_failed_a_request_is_the_last_to_get_it_again():
+    bench = Bench(0, 5, 9)
+    call = bench.call()
+    for failed, chosen in ((None, 0), (0, 1), (1, 2), (2, 0)):
+        if failed is not None:
+            call.tried.add(bench.workers[failed].url)
+        worker = bench.selector.pick(call)
+        assert worker is not None
+        assert worker.index == chosen
+
+
 def test_cache_aware_stays_with_the_prefix_until_load_is_uneven():
     bench = Bench(0, 0, 0, method="cache_aware_v1")
     prompts = [json.dumps({"input_ids": [seed * 1000 + at for at in range(600)]}).encode() for seed in range(3)]
