@@ -85,10 +85,13 @@ class Admission:
 
     def _sweep(self) -> None:
         self._sweep_is_due = False
+        # Thousands may wait for the same weights: whether there are any is asked once.
+        hopeless: set[str | None] = set()
         for call, slot in list(self._waiting.items()):
-            if not self._selector.has_room():
-                return
-            if slot.done():
+            if call.tag in hopeless or slot.done():
+                continue
+            if not self._selector.has_room(call.tag):
+                hopeless.add(call.tag)
                 continue
             worker = self._take(call)
             if worker is not None:

@@ -103,8 +103,8 @@ class Call:
         head = list(self.headers)
         if self.session:
             head.append((ROUTING_KEY, self.session))
-        if hint or self.source_hint:
-            head.append((SOURCE_HINT, hint or self.source_hint))
+        if hint:
+            head.append((SOURCE_HINT, hint))
         return head
 
 

@@ -95,6 +95,7 @@ class Proxy:
             if answer.last_version is not None:
                 parts.fleet.saw(worker, answer.last_version)
             parts.metrics.loopbacks.inc()
+            failures = 0
             await self._go_on(call, worker, answer)
 
     async def _attempt(
@@ -107,7 +108,8 @@ class Proxy:
         if worker.generation != generation or not worker.is_up:
             # Lost while the KV was under way: it may be back with other weights.
             raise WorkerUnreachable("it went away before the request was sent")
-        reply = await parts.upstream.send("POST", worker.url, call.target, call.head(brought.hint), call.body)
+        hint = brought.hint if source is not None else call.source_hint
+        reply = await parts.upstream.send("POST", worker.url, call.target, call.head(hint), call.body)
         try:
             if reply.status < 400:
                 parts.holders.served(call.session, worker, call.cost_tokens)

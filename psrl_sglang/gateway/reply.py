@@ -5,6 +5,7 @@ Writing waits for a slow client, so a reply holds no more than a few buffers of 
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable
 from typing import Any
@@ -14,9 +15,11 @@ from multidict import CIMultiDict
 
 from psrl_sglang.gateway.call import CONNECTION_HEADERS
 
+_NOT_READING_S = 600.0
+
 
 class ClientGone(Exception):
-    """The client does not read any more. Nothing is wrong with the worker."""
+    """The client does not read any more, or has not for long. Nothing is wrong with the worker."""
 
 
 class ClientReply:
@@ -48,8 +51,9 @@ class ClientReply:
     async def write(self, data: bytes) -> None:
         assert self.response is not None
         try:
-            await self.response.write(data)
-        except ConnectionError as error:
+            async with asyncio.timeout(_NOT_READING_S):
+                await self.response.write(data)
+        except (ConnectionError, TimeoutError) as error:
             raise ClientGone from error
 
     async def end(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ CHAT = "/v1/chat/completions"
 _GENERATING = frozenset({GENERATE, CHAT, "/v1/completions"})
 _PASSED = frozenset({"/v1/models", "/model_info", "/get_model_info", "/server_info", "/get_server_info"})
 _ABORT_TIMEOUT_S = 10.0
+_BODY_TIMEOUT_S = 300.0
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -84,7 +86,11 @@ class Routes:
 
     async def _generate(self, request: web.BaseRequest, path: str, session: str = "") -> web.StreamResponse:
         parts = self._parts
-        body = await request.read()
+        try:
+            async with asyncio.timeout(_BODY_TIMEOUT_S):
+                body = await request.read()
+        except TimeoutError:
+            return refusal(408, f"the body was not whole in {_BODY_TIMEOUT_S:g} s")
         query = request.rel_url.raw_query_string
         consumed = parts.guard.consumed
         call = read_call(path, query, body, request.headers, parts.queue_timeout_s, consumed=consumed)

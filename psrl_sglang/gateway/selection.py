@@ -17,13 +17,13 @@ class Selector:
         self._settings = settings
         self._most = settings.max_concurrent_seqs_per_instance
 
-    def has_room(self) -> bool:
-        """Whether any worker could take any request."""
-        return any(worker.takes_requests and self._has_room(worker) for worker in self._fleet.workers())
+    def has_room(self, tag: str | None) -> bool:
+        """Whether a worker that may serve requests of this tag could take one more."""
+        return any(self._has_room(worker) for worker in self._eligible(tag))
 
     def pick(self, call: Call) -> Worker | None:
         """A worker that may serve the request and has room for it, or None: it has to wait."""
-        eligible = self._eligible(call)
+        eligible = self._eligible(call.tag)
         eligible = [worker for worker in eligible if worker.url not in call.tried] or eligible
         if not eligible:
             return None
@@ -55,7 +55,7 @@ class Selector:
         if not up:
             reasons = dict.fromkeys(worker.trouble or "draining" for worker in workers)
             return f"none of {len(workers)} workers takes requests: {'; '.join(reasons)}"
-        eligible = self._eligible(call)
+        eligible = self._eligible(call.tag)
         if not eligible:
             there = sorted({worker.version or "not known yet" for worker in up})
             return f"no worker has version {call.tag} or a newer one; there is {', '.join(there)}"
@@ -63,8 +63,8 @@ class Selector:
             return f"each of {len(eligible)} workers has {self._most} requests under way"
         return "one more request would not add throughput on any worker, or its own worker is full"
 
-    def _eligible(self, call: Call) -> list[Worker]:
-        tag, order = call.tag, self._fleet.order
+    def _eligible(self, tag: str | None) -> list[Worker]:
+        order = self._fleet.order
         workers = [worker for worker in self._fleet.workers() if worker.takes_requests]
         if tag is None:
             return workers

@@ -119,8 +119,10 @@ class Conversations:
         return [one for _ in range(count) for one in self.turn() if one.ceiling]
 
     async def _turn(self) -> list[Turn]:
+        order = list(self.tokens)
+        self._source.shuffle(order)  # else an even number of sessions that goes round two engines stays put
         async with httpx.AsyncClient(timeout=TURN_S, trust_env=False) as client:
-            return list(await asyncio.gather(*(self._ask(client, session) for session in self.tokens)))
+            return list(await asyncio.gather(*(self._ask(client, session) for session in order)))
 
     async def _ask(self, client: httpx.AsyncClient, session: str) -> Turn:
         tokens = self.tokens[session]

@@ -18,6 +18,11 @@ import aiohttp
 import uvloop
 from aiohttp import web
 
+from psrl_sglang.gateway.call import read_call
+from psrl_sglang.gateway.fleet import Fleet
+from psrl_sglang.gateway.holders import Holders
+from psrl_sglang.gateway.policies import make_policy
+from psrl_sglang.gateway.selection import Selector
 from psrl_sglang.gateway.service import GatewayService, Options
 from psrl_sglang.gateway.settings_file import load_settings
 
@@ -342,3 +347,33 @@ async def _end(service: GatewayService, serving: asyncio.Task[None], http: aioht
 
 def spread(engines: list[FakeEngine]) -> list[int]:
     return [len(engine.seen) for engine in engines]
+
+
+class Bench:
+    """A fleet and a selector without anything that sends."""
+
+    def __init__(self, *loads: int, versions: tuple[str | None, ...] = (), **routing) -> None:
+        self.fleet = Fleet()
+        for at, load in enumerate(loads):
+            worker = self.fleet.add(f"http://w{at}", "static")
+            worker.in_flight = load
+            self.fleet.restore(worker, versions[at] if versions else "1")
+        self.workers = self.fleet.workers()
+        self.holders = Holders(self.fleet, 100)
+        settings = load_settings({"psrl": {"rollout_coordination": {"routing_strategy": routing}}})
+        self.policy = make_policy(settings, self.holders)
+        self.selector = Selector(self.fleet, self.holders, self.policy, settings.routing)
+
+    def pick(self, body: bytes = b"{}", **headers: str) -> int | None:
+        call = self.call(body, **headers)
+        worker = self.selector.pick(call)
+        if worker is None:
+            return None
+        self.selector.taken(call, worker)
+        self.holders.served(call.session, worker, 1)
+        return worker.index
+
+    @staticmethod
+    def call(body: bytes = b"{}", **headers: str):
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        return read_call("/generate", "", body, names, 1.0, consumed=frozenset())
