@@ -71,6 +71,7 @@ class RerouteRun:
         self._has_ended = False
         self._changed = asyncio.Event()
         self._is_down = False
+        self._updating = asyncio.Lock()
         self._lost: list[dict[str, Any]] = []
 
     async def run(self, *, timeout_s: float) -> Rerouted:
@@ -139,9 +140,10 @@ class RerouteRun:
         while await self._until(due):
             due += self._plan.turns_per_sync
             mode = _UPDATE_MODES[self._version % len(_UPDATE_MODES)]
-            await asyncio.gather(*(self._sync(number, mode) for number in range(len(self._fleet.engines))))
-            self._version += 1
-            self.outcome.updates += 1
+            async with self._updating:  # an engine dies between two updates, not in one
+                await asyncio.gather(*(self._sync(number, mode) for number in range(len(self._fleet.engines))))
+                self._version += 1
+                self.outcome.updates += 1
 
     async def _sync(self, number: int, mode: str) -> None:
         if self._is_down and number == 1:
@@ -160,16 +162,16 @@ class RerouteRun:
     async def _kill(self) -> None:
         if not self._plan.kill_after or not await self._until(self._plan.kill_after):
             return
-        self._lost = self._fleet.statuses()[1:]
-        self._is_down = True
-        self._fleet.kill(1)
-        self._ledgers.pop(self._fleet.engines[1].url, None)
-        while True:
+        async with self._updating:
+            self._lost = self._fleet.statuses()[1:]
+            self._is_down = True
+            self._fleet.kill(1)
+            self._ledgers.pop(self._fleet.engines[1].url, None)
+        while self._is_down:
             version = self._version
             await asyncio.to_thread(self._fleet.revive, 1, version)
-            if version == self._version:
-                break
-        self._is_down = False
+            async with self._updating:
+                self._is_down = version != self._version
 
     async def _until(self, turns: int) -> bool:
         """Wait until so many turns have started; False when there will not be so many."""

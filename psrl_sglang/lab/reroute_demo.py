@@ -43,7 +43,7 @@ _LIMITS = Limits(turns=8, sequence_tokens=1536)
 _POOL_TOKENS = 8192
 _DRAM_GIB = 0.25
 _RUN_TIMEOUT_S = 600.0
-_TURNS_PER_SYNC = 24
+_TURNS_PER_SYNC = 30
 
 
 @dataclass(frozen=True)

@@ -164,4 +164,4 @@ def test_the_rl_control_plane_of_smg_reaches_the_routes_of_the_plugin(engines, r
     assert reply.status_code == 200, reply.text
     results = reply.json()["results"]
     assert len(results) == 2, reply.text
-    assert {json.loads(one["body"])["version"] for one in results} == {"1"}
+    assert {json.loads(one["body"])["version"] for one in results.values()} == {"1"}
