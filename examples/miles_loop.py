@@ -72,7 +72,9 @@ async def run(
 ) -> Report:
     """A turn of every sample with an update in its middle, for each checkpoint; two more turns at the end."""
     report, source = Report(), random.Random("miles")
-    working = make_samples("miles", samples, prompt_tokens=prompt_tokens, new_tokens=new_tokens)
+    working = make_samples(
+        f"miles-{first_version}", samples, prompt_tokens=prompt_tokens, new_tokens=new_tokens
+    )
     async with Http(report) as http:
         group = UpdateGroup(http, engines, f"miles-{first_version}") if is_distributed else None
         if group is not None:

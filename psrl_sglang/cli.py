@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from psrl_sglang.controller.cli import register as register_controller
+from psrl_sglang.doctor.cli import register as register_doctor
 from psrl_sglang.gateway.cli import register as register_gateway
 from psrl_sglang.lab.cli import register
 from psrl_sglang.store.cli import register as register_store
@@ -149,3 +150,4 @@ register(app)
 register_store(app)
 register_controller(app)
 register_gateway(app)
+register_doctor(app)

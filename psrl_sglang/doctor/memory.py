@@ -17,7 +17,7 @@ _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def check_memory(config: PsrlConfig) -> list[CheckResult]:
-    return [_offload(config), _huge_pages(_HUGE_PAGES), _shared_memory(Path("/dev/shm"))]
+    return [_offload(config), huge_pages(_HUGE_PAGES), shared_memory(Path("/dev/shm"))]
 
 
 def _offload(config: PsrlConfig) -> CheckResult:
@@ -29,7 +29,9 @@ def _offload(config: PsrlConfig) -> CheckResult:
     wanted = lmcache.offload_size_gb + lmcache.reserve_local_cpu_size
     said = f"{have}, offload_size_gb and its reserve are {wanted:g}"
     if wanted * _GIB > free_bytes:
-        return fail(name, said, "a smaller psrl.lmcache.offload_size_gb; `psrl-sglang size` says what a model needs")
+        return fail(
+            name, said, "a smaller psrl.lmcache.offload_size_gb; `psrl-sglang size` says what a model needs"
+        )
     return ok(name, said)
 
 
@@ -45,7 +47,7 @@ def available_bytes(cgroup: Path) -> tuple[int, str]:
     return max(int(most) - int(used), 0), f" of the container's {int(most) / _GIB:.1f}"
 
 
-def _huge_pages(path: Path) -> CheckResult:
+def huge_pages(path: Path) -> CheckResult:
     name = "huge pages"
     try:
         text = path.read_text()
@@ -57,7 +59,7 @@ def _huge_pages(path: Path) -> CheckResult:
     return ok(name, f"transparent huge pages: {chosen}")
 
 
-def _shared_memory(path: Path) -> CheckResult:
+def shared_memory(path: Path) -> CheckResult:
     name = "shared memory"
     try:
         stat = os.statvfs(path)
@@ -66,5 +68,7 @@ def _shared_memory(path: Path) -> CheckResult:
     free_bytes = stat.f_bavail * stat.f_frsize
     said = f"{path} has {free_bytes / _GIB:.2f} GiB free"
     if free_bytes < _LEAST_SHM_BYTES:
-        return warn(name, f"{said}; SGLang with tensor parallelism and UCX need some", "docker run --shm-size 8g")
+        return warn(
+            name, f"{said}; SGLang with tensor parallelism and UCX need some", "docker run --shm-size 8g"
+        )
     return ok(name, said)

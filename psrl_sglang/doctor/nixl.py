@@ -40,7 +40,7 @@ def check_nixl(channel: str, *, is_deep: bool = False) -> list[CheckResult]:
             return [skip(name, "not installed, and not asked for")]
         text = "no nixl-cu12 or nixl-cu13: moves between hosts go by TCP"
         return [warn(name, text, "pip install --no-deps nixl-cu12, of one version on all hosts")]
-    results = [_environment(os.environ)]
+    results = [check_environment(os.environ)]
     ended = run_module("psrl_sglang.doctor.nixl", "transport", limit_s=_TRY_S)
     said = ended.lines[-1] if ended.lines else ""
     if ended.exit_code == 0 and said == "made":
@@ -50,10 +50,17 @@ def check_nixl(channel: str, *, is_deep: bool = False) -> list[CheckResult]:
     return results + (_backends(wheel) if is_deep else [])
 
 
-def _environment(environ: Mapping[str, str]) -> CheckResult:
+def check_environment(environ: Mapping[str, str]) -> CheckResult:
     name, home = "nixl environment", environ.get("HOME", "")
-    if not environ.get("NIXL_CONFIG_FILE") and home and Path(home).exists() and not os.access(home, os.R_OK | os.X_OK):
-        return fail(name, f"HOME is {home}, which user {os.geteuid()} cannot read", "set HOME or NIXL_CONFIG_FILE")
+    if (
+        not environ.get("NIXL_CONFIG_FILE")
+        and home
+        and Path(home).exists()
+        and not os.access(home, os.R_OK | os.X_OK)
+    ):
+        return fail(
+            name, f"HOME is {home}, which user {os.geteuid()} cannot read", "set HOME or NIXL_CONFIG_FILE"
+        )
     said = ", ".join(f"{key}={environ[key]}" for key in sorted(environ) if key.startswith(("UCX_", "NIXL_")))
     transports = {one.lstrip("\\") for one in environ.get("UCX_TLS", "all").split(",")}
     over_network = {"all", "tcp", "rc", "rc_x", "rc_v", "dc", "dc_x", "ud", "ud_x", "ud_v", "ib", "srd"}
@@ -116,12 +123,14 @@ def _try_backends(done: list[str]) -> None:
 
     package = installed().partition(" ")[0].replace("-", "_")
     api = import_module(f"{package}._api")
+    kinds = (getattr(api.nixlBind, name) for name in dir(api.nixlBind) if name.endswith("Error"))
+    errors = tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
     agent = api.nixl_agent("doctor", api.nixl_agent_config(backends=[]))
     for backend in sorted(set(agent.get_plugin_list()) - set(done)):
         _say(f"trying {backend}")
         try:
             agent.create_backend(backend)
-        except Exception as error:  # whatever its bindings raise
+        except (*errors, RuntimeError) as error:
             _say(f"tried {backend} {type(error).__name__}")
         else:
             _say(f"tried {backend} made")

@@ -32,10 +32,18 @@ def check_page_hash(config: PsrlConfig) -> list[CheckResult]:
     import sysconfig
 
     headers = f"-I{sysconfig.get_paths()['include']}"
-    tried = run_command([compiler, "-x", "c++", headers, "-fsyntax-only", "-"], limit_s=_COMPILE_S, text=_SOURCE)
+    tried = run_command(
+        [compiler, "-x", "c++", headers, "-fsyntax-only", "-"], limit_s=_COMPILE_S, text=_SOURCE
+    )
     if tried.exit_code is None:
         return [warn(_NAME, f"{compiler} was not done in {_COMPILE_S:.0f} s")]
     if tried.exit_code != 0:
         wanted = "libssl-dev" if "openssl" in tried.error else "python3-dev"
-        return [fail(_NAME, f"{compiler}: {tried.error.splitlines()[0]}", f"apt-get install {wanted}")]
+        return [
+            fail(
+                _NAME,
+                f"{compiler}: {(tried.error.splitlines() or [tried.how])[0]}",
+                f"apt-get install {wanted}",
+            )
+        ]
     return [ok(_NAME, f"{compiler}, ninja, and the headers of Python and OpenSSL")]

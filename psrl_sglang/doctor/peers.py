@@ -27,12 +27,18 @@ def check_peer(address: str, limit_s: float = DIAL_S) -> list[CheckResult]:
     except DeadlinePassed as error:
         return [fail(name, str(error), "a firewall drops it, or the host is down")]
     except TransferError as error:
-        return [fail(name, str(error), "is the engine up, with enable_p2p, and its move_host an address of it?")]
+        return [
+            fail(name, str(error), "is the engine up, with enable_p2p, and its move_host an address of it?")
+        ]
     connected_ms = (time.monotonic() - began_s) * 1000
     try:
         challenge = link.receive(Challenge, deadline)
     except DeadlinePassed:
-        return [fail(name, "it took the connection and says nothing", "the KV port of a worker is its move_port + 1")]
+        return [
+            fail(
+                name, "it took the connection and says nothing", "the KV port of a worker is its move_port + 1"
+            )
+        ]
     except PeerLost as error:
         return [fail(name, f"it ended the connection: {error}", "is this the KV port of a move worker?")]
     except TransferError as error:

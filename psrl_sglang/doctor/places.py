@@ -53,7 +53,9 @@ def check_move_host(config: PsrlConfig, *, has_remote_peers: bool) -> list[Check
     try:
         mine = is_of_this_machine(host)
     except OSError as error:
-        return [fail(name, f"{host}: {error.strerror or error}", "psrl.sglang.move_host: an address of this host")]
+        return [
+            fail(name, f"{host}: {error.strerror or error}", "psrl.sglang.move_host: an address of this host")
+        ]
     if not mine:
         return [fail(name, f"{host} is of no interface here", f"psrl.sglang.move_host: {_some_addresses()}")]
     if is_loopback(host):
@@ -76,7 +78,9 @@ def _port(name: str, host: str, port: int) -> CheckResult:
             except OSError as error:
                 if error.errno == errno.EADDRINUSE:
                     text = f"{port} is taken by {_who(port)}"
-                    return warn(name, text, "right if it is what shall listen there; else stop it or change the port")
+                    return warn(
+                        name, text, "right if it is what shall listen there; else stop it or change the port"
+                    )
                 return fail(name, f"{place}:{port}: {error.strerror}")
     return ok(name, f"{port} is free")
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from psrl_sglang.doctor.result import CheckResult, fail
+
+logger = logging.getLogger(__name__)
 
 Checking = Callable[[], Sequence[CheckResult]]
 
@@ -22,7 +25,7 @@ class Check:
 
 
 def run_all(checks: Sequence[Check]) -> list[CheckResult]:
-    """All results, in the order of the checks. Returns when the longest deadline is over at the latest."""
+    """All results, in the order of the checks, at least one of each; at the longest deadline at the latest."""
     found: list[list[CheckResult] | None] = [None] * len(checks)
 
     def run(index: int) -> None:
@@ -30,7 +33,10 @@ def run_all(checks: Sequence[Check]) -> list[CheckResult]:
             found[index] = list(checks[index].run())
         except Exception as error:
             # A check that fails must not hide what the others found.
-            found[index] = [fail(checks[index].name, f"the check itself failed: {type(error).__name__}: {error}")]
+            logger.exception("psrl: check %s", checks[index].name)
+            found[index] = [
+                fail(checks[index].name, f"the check itself failed: {type(error).__name__}: {error}")
+            ]
 
     began_s = time.monotonic()
     # Daemons: a thread that waits in the kernel is left behind, and the process ends without it.
@@ -38,8 +44,7 @@ def run_all(checks: Sequence[Check]) -> list[CheckResult]:
     for thread in threads:
         thread.start()
     results: list[CheckResult] = []
-    for check, thread, index in zip(checks, threads, range(len(checks)), strict=True):
+    for index, (check, thread) in enumerate(zip(checks, threads, strict=True)):
         thread.join(max(0.0, began_s + check.limit_s - time.monotonic()))
-        late = [fail(check.name, f"no answer in {check.limit_s:.0f} s")]
-        results += found[index] or ([] if found[index] == [] else late)
+        results += found[index] or [fail(check.name, f"no answer in {check.limit_s:.0f} s")]
     return results

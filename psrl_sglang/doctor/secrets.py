@@ -12,7 +12,7 @@ from psrl_sglang.doctor.result import CheckResult, fail, ok, skip, warn
 from psrl_sglang.transfer.auth import SECRET_VARIABLE, read_secret
 
 _NAME = "secret"
-_MAKE = "head -c 32 /dev/urandom | base64 > secret; chmod 600 secret; psrl.sglang.secret_file names it, on every host"
+_MAKE = "head -c 32 /dev/urandom | base64 > FILE; chmod 600 FILE; on every host psrl.sglang.secret_file: FILE"
 
 
 def check_secret(config: PsrlConfig) -> list[CheckResult]:
@@ -26,7 +26,9 @@ def check_secret(config: PsrlConfig) -> list[CheckResult]:
             return [skip(_NAME, "none, and nothing that would want one")]
         if is_loopback(config.sglang.move_host):
             return [warn(_NAME, "none: every process of this host can move KV in and out", _MAKE)]
-        text = f"none, and workers listen on {config.sglang.move_host}: whoever reaches it can move KV in and out"
+        text = (
+            f"none, and workers listen on {config.sglang.move_host}: whoever reaches it can move KV in and out"
+        )
         return [fail(_NAME, text, _MAKE)]
     where = path or SECRET_VARIABLE
     if path is not None:

@@ -4,7 +4,6 @@ that are sent elsewhere find it there.
 ``PSRL_ROUTERS_DIR`` is where `tests/routers/install.sh` put the routers.
 """
 
-import json
 import os
 import signal
 
@@ -164,4 +163,4 @@ def test_the_rl_control_plane_of_smg_reaches_the_routes_of_the_plugin(engines, r
     assert reply.status_code == 200, reply.text
     results = reply.json()["results"]
     assert len(results) == 2, reply.text
-    assert {json.loads(one["body"])["version"] for one in results.values()} == {"1"}
+    assert {one["body"]["version"] for one in results.values()} == {"1"}

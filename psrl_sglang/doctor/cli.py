@@ -1,0 +1,72 @@
+"""The `psrl-sglang doctor` command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+_SOMETHING_FAILS = 1
+_BAD_INPUT = 2
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command of this package to `app`."""
+    app.command("doctor")(_doctor)
+
+
+def _doctor(
+    config: Annotated[
+        str | None, typer.Option(help="The settings file that the engines get.", metavar="FILE")
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="HOST:PORT", help="KV port of a move worker elsewhere; may be given again."),
+    ] = None,
+    controller: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="HTTP address of a controller; default: the one of the settings."),
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, max=1024, help="Ranks of an engine here: two ports for each.")] = 1,
+    nixl_backends: Annotated[
+        bool, typer.Option("--nixl-backends", help="Try every backend of NIXL, not only UCX.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """What this host would use to move KV to others, and why nothing better; changes nothing.
+
+    Exit status 0, 1 if something fails, 2 for bad input. The controller's token is PSRL_CONTROLLER_TOKEN.
+    """
+    from urllib.parse import urlsplit
+
+    from psrl_sglang.doctor.plan import plan, read_settings
+    from psrl_sglang.doctor.report import as_json as to_json
+    from psrl_sglang.doctor.report import show
+    from psrl_sglang.doctor.result import any_failed
+    from psrl_sglang.doctor.runner import run_all
+    from psrl_sglang.transfer.link import TransferError
+
+    if controller is not None and (
+        urlsplit(controller).scheme not in ("http", "https") or not urlsplit(controller).hostname
+    ):
+        _refuse(f"--controller: {controller!r} is no URL such as http://10.0.0.1:9000")
+    if config is not None and not config.lstrip().startswith("{") and not Path(config).is_file():
+        _refuse(f"--config: there is no file {config}")
+    settings, about_settings = read_settings(config)
+    try:
+        checks = plan(settings, ranks=tp, peers=peer or [], controller=controller, is_deep=nixl_backends)
+    except TransferError as error:
+        _refuse(f"--peer: {error}")
+    results = [about_settings, *run_all(checks)]
+    if as_json:
+        typer.echo(to_json(results))
+    else:
+        show(results)
+    if any_failed(results):
+        raise typer.Exit(_SOMETHING_FAILS)
+
+
+def _refuse(text: str) -> NoReturn:
+    typer.echo(text, err=True)
+    raise typer.Exit(_BAD_INPUT)
