@@ -18,7 +18,9 @@ from psrl_sglang.lab.servers import Server
 
 pytestmark = pytest.mark.engine
 
-SESSIONS, TURNS, TURN_TOKENS, ANSWER_TOKENS = 16, 4, 100, 8
+TURN_TOKENS, ANSWER_TOKENS = 100, 8
+# Sessions and turns. The long form is what is claimed, the short one what CI has time for.
+SIZES = [pytest.param(16, 4, id="16x4"), pytest.param(64, 8, marks=pytest.mark.slow, id="64x8")]
 COMMAND = str(Path(sys.executable).with_name("psrl-sglang"))
 
 
@@ -66,17 +68,19 @@ def generate(client: httpx.Client, input_ids: list[int], count: int, **headers: 
     return client.post("/generate", json=body, headers=headers).raise_for_status()
 
 
-def play(client: httpx.Client, first_seed: int, **headers: str) -> tuple[int, int, int]:
+def play(
+    client: httpx.Client, first_seed: int, sessions: int, turns: int, **headers: str
+) -> tuple[int, int, int]:
     """All turns of all sessions: reused tokens, as many as there could be, and how often the engine changed."""
     reused = ceiling = changed = 0
-    history: dict[int, list[int]] = {session: [] for session in range(SESSIONS)}
+    history: dict[int, list[int]] = {session: [] for session in range(sessions)}
     served: dict[int, str] = {}
-    for turn in range(TURNS):
+    for turn in range(turns):
         if turn:
             # One more in each round, so that every session's next turn is the other engine's.
             generate(client, prompt(first_seed - 1, 20), 1)
         for session, before in history.items():
-            asked = [*before, *prompt(first_seed + turn * SESSIONS + session, TURN_TOKENS)]
+            asked = [*before, *prompt(first_seed + turn * sessions + session, TURN_TOKENS)]
             reply = generate(
                 client, asked, ANSWER_TOKENS, **{"x-smg-routing-key": f"{first_seed}-{session}"}, **headers
             )
@@ -89,17 +93,20 @@ def play(client: httpx.Client, first_seed: int, **headers: str) -> tuple[int, in
     return reused, ceiling, changed
 
 
+@pytest.mark.parametrize(("sessions", "turns"), SIZES)
 @pytest.mark.parametrize("mode", ["sync", "pin_sync"])
-def test_sessions_that_change_their_engine_at_every_turn_keep_their_kv(engines, mode):
+def test_sessions_that_change_their_engine_at_every_turn_keep_their_kv(engines, mode, sessions, turns):
     with gateway(*engines, mode=mode) as client:
-        reused, ceiling, changed = play(client, 1000 if mode == "sync" else 3000)
-        assert changed == SESSIONS * (TURNS - 1)
+        seed = (1000 if mode == "sync" else 3000) + 10_000 * turns
+        reused, ceiling, changed = play(client, seed, sessions, turns)
+        assert changed == sessions * (turns - 1)
         assert reused >= 0.90 * ceiling, f"{reused} of {ceiling}: {client.get('/status').json()['kv']}"
 
 
-def test_sticky_sessions_stay_and_need_no_move(engines):
+@pytest.mark.parametrize(("sessions", "turns"), SIZES)
+def test_sticky_sessions_stay_and_need_no_move(engines, sessions, turns):
     with gateway(*engines) as client:
-        reused, ceiling, changed = play(client, 2000, **{"x-is-sticky": "1"})
+        reused, ceiling, changed = play(client, 2000 + 10_000 * turns, sessions, turns, **{"x-is-sticky": "1"})
         assert changed == 0
         assert reused >= 0.97 * ceiling, f"{reused} of {ceiling}"
         assert client.get("/status").json()["kv"] == {}

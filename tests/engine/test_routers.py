@@ -16,7 +16,8 @@ from tier_support import assert_nothing_held, start
 
 DIRECTORY = os.environ.get("PSRL_ROUTERS_DIR", "")
 FAST = {"HEALTH_S": "1", "SMG_ARGS": "--health-check-interval-secs 1 --health-failure-threshold 2"}
-TURNS = 4
+# Sessions and turns. The long form is what is claimed, the short one what CI has time for.
+SIZES = [pytest.param(16, 4, id="16x4"), pytest.param(64, 8, marks=pytest.mark.slow, id="64x8")]
 
 pytestmark = [
     pytest.mark.engine,
@@ -64,6 +65,7 @@ def router(tmp_path):
         one.stop()
 
 
+@pytest.mark.parametrize(("sessions", "turns_each"), SIZES)
 @pytest.mark.parametrize(
     ("script", "policy"),
     [
@@ -74,17 +76,20 @@ def router(tmp_path):
         ("sglang-router.sh", "consistent_hashing"),
     ],
 )
-def test_sessions_that_stay_reuse_what_they_left(engines, router, script, policy):
-    before = Conversations(router(script, policy, [server.url for server in engines]).url, f"{script}{policy}")
-    turns = before.turns(TURNS)
+def test_row_21_sessions_that_stay_reuse_what_they_left(engines, router, script, policy, sessions, turns_each):
+    url = router(script, policy, [server.url for server in engines]).url
+    turns = Conversations(url, f"{script}{policy}{sessions}", sessions).turns(turns_each)
     assert share(turns) >= 0.97
     assert not any(turn.source for turn in turns)
 
 
+@pytest.mark.parametrize(("sessions", "turns_each"), SIZES)
 @pytest.mark.parametrize("script", ["smg.sh", "sglang-router.sh"])
-def test_sessions_that_go_round_find_their_kv_at_every_stop(engines, router, script):
-    urls = [server.url for server in engines]
-    turns = Conversations(router(script, "round_robin", urls).url, f"{script}round").turns(TURNS)
+def test_row_21_sessions_that_go_round_find_their_kv_at_every_stop(
+    engines, router, script, sessions, turns_each
+):
+    url = router(script, "round_robin", [server.url for server in engines]).url
+    turns = Conversations(url, f"{script}round{sessions}", sessions).turns(turns_each)
     assert share(turns) >= 0.90
     assert {turn.source for turn in turns} >= {"a", "b"}
 
