@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_KNOWN = 1 << 16
 _RETRY_S = 5.0
+_TRUST_S = 2.0  # a session that was away longer is asked for again: an engine that hung heard nothing of it
 _OWN_SHARE = 0.9  # of the time for a move: the worker is to answer before we stop to wait
 
 
@@ -35,7 +38,7 @@ class Puller:
         self._config = config
         self._sources = sources
         self._client = AsyncMoveClient(secret=read_secret(config.sglang.secret_file))
-        self._known: OrderedDict[str, None] = OrderedDict()
+        self._known: OrderedDict[str, float] = OrderedDict()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._following: asyncio.Task[None] | None = None
         self._mode = config.kv_transfer.transfer_mode
@@ -53,8 +56,8 @@ class Puller:
         if self._following is None or self._following.done():
             self._following = asyncio.create_task(self._follow())
         self._sources.serves(name, len(tokens))
-        if name in self._known and not note.hint:
-            self._known.move_to_end(name)
+        if time.monotonic() - self._known.get(name, -math.inf) < _TRUST_S and not note.hint:
+            self._know(name)
             return
         task = self._running.get(name)
         if task is None:
@@ -138,7 +141,8 @@ class Puller:
             socket.close()
 
     def _know(self, name: str) -> None:
-        self._known[name] = None
+        self._known[name] = time.monotonic()
+        self._known.move_to_end(name)
         while len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
 

@@ -94,10 +94,11 @@ class Sources:
             return await self._at(hint) if "://" in hint else await self._named(hint)
         if self._controller is None:
             raise NoSource("no hint, and no controller to ask")
-        mine = await self.mine()
+        mine = await self.mine(within_s=_ADDRESS_S)
         known = await self._get_controller(f"/sessions/{quote(name, safe='')}")
         instance = (known or {}).get("instance_id")
         if instance is None:
+            mine = await self.mine()
             body = {"tokens": tokens, "version": mine.version}
             body |= {key: value for key in ("cache_salt", "extra_key") if (value := getattr(obj, key, None))}
             held = await self._post_controller("/lookup", body)

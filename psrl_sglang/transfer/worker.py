@@ -277,7 +277,7 @@ class MoveWorker:
         stats.add("move_bytes", sent.size_bytes, direction="out")
         stats.add("move_seconds", seconds, direction="out")
         self._end(flight, answer)
-        if sent.moved_pages and flight.prefix.session:
+        if flight.prefix.session:  # whatever came of it: another engine serves the session now
             self._engine.left(flight.prefix.session)
         self._reports.moved(
             wire.MoveRecord(
