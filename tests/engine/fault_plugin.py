@@ -7,7 +7,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +117,15 @@ def register() -> None:
 
             store.disk.read = slow_read
 
-    def slow_receive(*args: Any) -> Iterator[int]:
-        for index in received(*args):
+    def slow_receive(
+        transport: Any, link: Any, offer: bytes, pieces: Any, landed: Callable[[int], None], deadline: Any
+    ) -> None:
+        def slowly(index: int) -> None:
             note("landed")
             pause(control("").get("land_s", 0))
-            yield index
+            landed(index)
 
-    CmaTransport.receive = slow_receive
+        received(transport, link, offer, pieces, slowly, deadline)
+
+    CmaTransport.receive = slow_receive  # type: ignore[method-assign]
     PsrlLinker.open = open_and_tap

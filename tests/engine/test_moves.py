@@ -136,7 +136,7 @@ def test_lmcache_17_each_transport_moves_kv_that_is_equal(server_factory, pair, 
     assert_hit(a, whole, local, "host", tokens=result.present_tokens)
     back = prompt(seed + 1, 400)
     local = a.generate(back, NEW_TOKENS)
-    assert move(back, a, c).present_tokens == 384
+    assert move(back, a, c).present_tokens == 400
     assert_hit(c, back, local, "host")
     assert_no_move_left(a, c)
     assert_nothing_held(c)
@@ -160,7 +160,7 @@ def test_after_a_sync_of_one_engine_only_old_kv_is_refused_with_the_reason(serve
     assert fresh.logprobs != local.logprobs
     longer = prompt(31, 400)
     local = a.generate(longer, NEW_TOKENS)
-    assert move(longer, a, b, "2").present_tokens == 384
+    assert move(longer, a, b, "2").present_tokens == 400
     assert_hit(b, longer, local, "host")
     assert_no_move_left(a, b)
     for server in (a, b):
