@@ -80,7 +80,7 @@ def test_a_stream_and_a_chat_are_fetched_for_too(engines):
     assert total(b, "hit_tokens", tier="dram") > 256
 
 
-@pytest.mark.parametrize("hint", ["http://127.0.0.1:9", "nobody", "http://[", "\t"])
+@pytest.mark.parametrize("hint", ["http://127.0.0.1:9", "nobody", "http://["])
 def test_a_hint_that_leads_nowhere_costs_a_reason_and_no_more(engines, hint):
     _, b = engines
     asked = prompt(40, 300)
