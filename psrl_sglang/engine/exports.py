@@ -64,7 +64,11 @@ class Exports:
         if self._socket is not None:
             with self._changed:
                 self._done.pop(name, None)
-                sock_send(self._socket, command)
+                try:  # never wait here: the scheduler takes this lock too
+                    sock_send(self._socket, command, zmq.NOBLOCK)
+                except zmq.Again:
+                    logger.warning("psrl: the scheduler takes no more commands; what DRAM has is moved")
+                    return
         with self._changed:
             self._changed.wait_for(lambda: name in self._done, max(0.0, end_s - time.monotonic()))
             done = self._done.get(name)
