@@ -207,3 +207,29 @@ def read_header(path: Path) -> ChunkHeader:
     if path.name != header.name.hex() + SUFFIX:
         raise BadChunk(f"named {path.name}, holds {header.name.hex()}")
     return header
+
+
+@dataclass(frozen=True, slots=True)
+class OldFile:
+    """A chunk that an earlier run left."""
+
+    path: Path
+    header: ChunkHeader
+    size_bytes: int
+    header_bytes: int
+    used_s: float
+
+
+def read_old_file(path: Path, directory: Directory, layout: KVLayout) -> OldFile:
+    """One that this engine can use. Raises ``BadChunk`` and ``OSError``."""
+    if not path.name.endswith(SUFFIX):
+        raise BadChunk("left by a write that did not end")
+    header = read_header(path)
+    page_bytes = {pool.name: pool.page_bytes for pool in layout.pools}.get(header.pool)
+    if header.layout != layout.digest or page_bytes != header.page_bytes:
+        raise BadChunk("of another layout")
+    if path != directory.file(header.tag, header.name):
+        raise BadChunk("in another one's place")
+    stat = path.stat()
+    size_bytes = max(stat.st_size, stat.st_blocks * 512)
+    return OldFile(path, header, size_bytes, stat.st_size - padded(header.pages * page_bytes), stat.st_mtime)

@@ -31,18 +31,18 @@ from psrl_sglang.store.chunk import (
 )
 from psrl_sglang.store.chunk_io import ChunkFiles
 from psrl_sglang.store.directory import (
-    SUFFIX,
     Directory,
     IdleDirectory,
+    OldFile,
     allocated_bytes,
     chunk_files,
-    disk_bytes,
     idle_directories,
     is_read_only,
     other_bytes,
-    read_header,
+    read_old_file,
     remove_empty_folders,
 )
+from psrl_sglang.store.disk_space import DiskSpace
 from psrl_sglang.store.index import Chunk, DeadRank, PageIndex, Piece
 from psrl_sglang.store.stats import StoreStats
 
@@ -58,23 +58,6 @@ class DiskPlace:
     name: bytes
     header_bytes: int
     size_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _OldFile:
-    """One that an earlier run left."""
-
-    path: Path
-    header: ChunkHeader
-    stat: os.stat_result
-
-    @property
-    def size_bytes(self) -> int:
-        return max(self.stat.st_size, self.stat.st_blocks * 512)
-
-    @property
-    def header_bytes(self) -> int:
-        return self.stat.st_size - padded(self.header.pages * self.header.page_bytes)
 
 
 class DiskTier:
@@ -103,7 +86,7 @@ class DiskTier:
         self.index = PageIndex(policy, dead_rank)
         self.is_loaded = False
         self._disk_path = disk_path
-        self._layout = layout.digest
+        self._layout = layout
         self._page_bytes = {pool.name: pool.page_bytes for pool in layout.pools}
         self._whole_pool = layout.pools[0].name
         self._lock = threading.RLock()
@@ -111,13 +94,8 @@ class DiskTier:
         self._stats = stats
         self._notes_use = policy == "LRU"
         self._files = ChunkFiles(direct_io=direct_io)
-        self._folders: dict[Path, int] = {}
-        self._files_bytes = 0
-        self._other_bytes = self.directory.outside_bytes + allocated_bytes(self.directory.path)
-        self._landing: set[bytes] = set()  # pages that are being written, and what their files will take
-        self._landing_bytes = 0
-        self._idle: list[IdleDirectory] = []
-        self._undeleted: dict[Path, int] = {}  # not in the index any more, tried again when room is needed
+        self._space = DiskSpace(self.directory, self._error)
+        self._landing: set[bytes] = set()  # pages that are being written
         self._writes_resume_s = 0.0
         self._drops = 0
         self._dropped_tags: set[str] | None = set()  # before the index was loaded; None for every tag
@@ -128,12 +106,7 @@ class DiskTier:
     def used_bytes(self) -> int:
         """All that counts against the budget."""
         with self._lock:
-            return self._own_bytes + self._landing_bytes + sum(idle.size_bytes for idle in self._idle)
-
-    @property
-    def _own_bytes(self) -> int:
-        chunks = self._files_bytes + sum(self._undeleted.values())
-        return chunks + sum(self._folders.values()) + self._other_bytes
+            return self._space.used_bytes
 
     def load_index(self) -> int:
         """Find what earlier runs left, delete what is torn; returns the number of chunks. Run it once, on a
@@ -142,38 +115,31 @@ class DiskTier:
             return self._load_index()
 
     def _load_index(self) -> int:
-        found: list[_OldFile] = []
+        found: list[OldFile] = []
         for path in chunk_files(self.directory.path):
             if self._closed:
                 return 0
             try:
-                if not path.name.endswith(SUFFIX):
-                    raise BadChunk("left by a write that did not end")
-                header = read_header(path)
-                if header.layout != self._layout or self._page_bytes.get(header.pool) != header.page_bytes:
-                    raise BadChunk("of another layout")
-                if path != self.directory.file(header.tag, header.name):
-                    raise BadChunk("in another one's place")
-                found.append(_OldFile(path, header, path.stat()))
+                found.append(read_old_file(path, self.directory, self._layout))
             except BadChunk as error:
                 self._bad_file(path, error)
             except OSError as error:
                 self._error("read", error)
-                self._other_bytes += allocated_bytes(path)
+                self._space.other_bytes += allocated_bytes(path)
         remove_empty_folders(self.directory.path)
-        self._other_bytes += other_bytes(self.directory.path)
+        self._space.other_bytes += other_bytes(self.directory.path)
         try:
             idle = idle_directories(self._disk_path, but=self.directory.path)
         except OSError as error:
             self._error("read", error)
             idle = []
-        by_use = sorted(found, key=lambda old: old.stat.st_mtime)
+        by_use = sorted(found, key=lambda old: old.used_s)
         stamps = {old.path: number - len(found) for number, old in enumerate(by_use)}
         for old in sorted(found, key=lambda old: (old.header.start, -old.header.pages)):
             with self._lock:
                 self._insert_old(old, stamps[old.path])
         with self._lock:
-            self._idle = idle
+            self._space.idle = idle
             self.is_loaded = True
         self._make_room(0)
         return len(found)
@@ -198,7 +164,7 @@ class DiskTier:
         try:
             with self._stats.timed("disk", "load", len(into) * page_bytes):
                 header = self._files.read(path, place.header_bytes, found.first * page_bytes, into)
-                check_holds(header, self._layout, wanted.pool, found, page_bytes)
+                check_holds(header, self._layout.digest, wanted.pool, found, page_bytes)
                 check_pages(header, found.first, into)
             if self._notes_use:
                 _note_use(path)
@@ -265,11 +231,11 @@ class DiskTier:
                 on_disk_bytes = self._files.write(file, block, image.payload)
             with self._lock:
                 if drops != self._drops:  # perhaps of this tag: what was dropped must not come back
-                    self._delete(temporary, on_disk_bytes)
-                    self._remove_folders(path.parent)
+                    self._space.delete(temporary, on_disk_bytes)
+                    self._space.remove_folders(path.parent)
                     return False
                 os.replace(temporary, path)
-                self._undeleted.pop(path, None)
+                self._space.undeleted.pop(path, None)
                 for chunk in shorter:
                     self._forget(chunk, unlink=chunk.place.name != image.name)
                 self._insert(header, path, DiskPlace(image.name, len(block), on_disk_bytes))
@@ -277,15 +243,15 @@ class DiskTier:
         except OSError as error:
             self._error("write", error)
             with self._lock:
-                self._delete(temporary, size_bytes)
-                self._remove_folders(path.parent)
+                self._space.delete(temporary, size_bytes)
+                self._space.remove_folders(path.parent)
                 at_most_bytes = self.used_bytes - 2 * size_bytes
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 self._make_room(0, at_most_bytes=at_most_bytes)
             return False
         finally:
             with self._lock:
-                self._landing_bytes -= size_bytes
+                self._space.landing_bytes -= size_bytes
 
     def drop_tag(self, tag: str) -> int:
         """Delete every file of a tag; returns the pages dropped."""
@@ -321,14 +287,14 @@ class DiskTier:
         with self._lock:
             wrong = self.index.wrong()
             chunks = list(self.index.chunks())
-            if sum(chunk.place.size_bytes for chunk in chunks) != self._files_bytes:
+            if sum(chunk.place.size_bytes for chunk in chunks) != self._space.files_bytes:
                 wrong.append(
-                    f"files hold {sum(c.place.size_bytes for c in chunks)} bytes, not {self._files_bytes}"
+                    f"files hold {sum(c.place.size_bytes for c in chunks)} bytes, not {self._space.files_bytes}"
                 )
             missing = [c for c in chunks if not self.directory.file(c.tag, c.place.name).exists()]
             if missing:
                 wrong.append(f"{len(missing)} files of the index are gone")
-            counted, on_disk = self._own_bytes, self._on_disk_bytes()
+            counted, on_disk = self._space.own_bytes, self._space.on_disk_bytes()
             if on_disk > counted:
                 wrong.append(f"{on_disk} bytes on disk, {counted} counted")
             if self.is_loaded and counted > self.budget_bytes:
@@ -360,23 +326,19 @@ class DiskTier:
         chunk = Chunk(header.pool, header.tag, header.start, header.parent, place)
         self.index.add(chunk, self.index.chunk_of(header.parent), stamp=stamp)
         self.index.extend(chunk, header.keys)
-        self._files_bytes += place.size_bytes
-        for folder in (path.parent, path.parent.parent):
-            self._folders[folder] = allocated_bytes(folder)
+        self._space.files_bytes += place.size_bytes
+        self._space.count_folders(path)
 
-    def _insert_old(self, old: _OldFile, stamp: int) -> None:
+    def _insert_old(self, old: OldFile, stamp: int) -> None:
         header = old.header
         is_dropped = self._dropped_tags is None or header.tag in self._dropped_tags
         is_double = any(key_at(header.keys, page) in self.index for page in range(header.pages))
         if is_dropped or is_double:
-            self._delete(old.path, old.size_bytes)
-            self._remove_folders(old.path.parent)
+            self._space.delete(old.path, old.size_bytes)
+            self._space.remove_folders(old.path.parent)
         else:
             place = DiskPlace(header.name, old.header_bytes, old.size_bytes)
             self._insert(header, old.path, place, stamp=stamp)
-
-    def _on_disk_bytes(self) -> int:
-        return disk_bytes(self.directory.path) + self.directory.outside_bytes
 
     def _make_room(self, size_bytes: int, *, at_most_bytes: int | None = None) -> bool:
         """Delete until a file of this size fits, and keep the room for it: what other engines left goes first,
@@ -384,16 +346,15 @@ class DiskTier:
         allowed = self.budget_bytes if at_most_bytes is None else at_most_bytes
         needed = size_bytes + _AROUND_FILE_BYTES if size_bytes else 0
         with self._lock:
-            for path, size in list(self._undeleted.items()):
-                self._delete(path, size)
-            if size_bytes and self._other_bytes + needed > allowed:
+            self._space.delete_again()
+            if size_bytes and self._space.other_bytes + needed > allowed:
                 return False  # it would be in vain to delete all there is
         while True:
             with self._lock:
                 if self.used_bytes + needed <= allowed:
-                    self._landing_bytes += size_bytes
+                    self._space.landing_bytes += size_bytes
                     return True
-                idle = self._idle[0] if self._idle else None
+                idle = next(iter(self._space.idle), None)
                 if idle is None:
                     victim = self.index.victim()
                     if victim is None or is_read_only(self.directory.path):
@@ -411,7 +372,7 @@ class DiskTier:
             self._error("delete", error)
             return False
         with self._lock, suppress(ValueError):  # another thread may have been here too
-            self._idle.remove(idle)
+            self._space.idle.remove(idle)
         self._stats.add("evicted_bytes", freed, tier="disk", reason="other layout")
         return True
 
@@ -426,34 +387,11 @@ class DiskTier:
                 return True
             self.index.remove(chunk)
             place: DiskPlace = chunk.place
-            self._files_bytes -= place.size_bytes
+            self._space.files_bytes -= place.size_bytes
             path = self.directory.file(chunk.tag, place.name)
-            is_deleted = self._delete(path, place.size_bytes) if unlink else True
-            self._remove_folders(path.parent)
+            is_deleted = self._space.delete(path, place.size_bytes) if unlink else True
+            self._space.remove_folders(path.parent)
             return is_deleted
-
-    def _delete(self, path: Path, size_bytes: int) -> bool:
-        try:
-            path.unlink()
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except OSError as error:
-            self._error("delete", error)
-            self._undeleted[path] = size_bytes
-            return False
-        self._undeleted.pop(path, None)
-        return True
-
-    def _remove_folders(self, folder: Path) -> None:
-        """A folder and the tag's, if there is nothing in them any more."""
-        for empty in (folder, folder.parent):
-            try:
-                empty.rmdir()
-            except FileNotFoundError:
-                pass
-            except OSError:
-                return
-            self._folders.pop(empty, None)
 
     def _reject(self, image: ChunkImage, reason: str) -> bool:
         self._stats.add("rejected", image.pages, tier="disk", reason=reason)
@@ -466,7 +404,7 @@ class DiskTier:
     def _bad_file(self, path: Path, error: BadChunk) -> None:
         logger.warning("psrl: %s is deleted: %s", path, error)
         self._stats.add("checksum_failures" if "checksum" in str(error) else "bad_files", tier="disk")
-        self._delete(path, allocated_bytes(path))
+        self._space.delete(path, allocated_bytes(path))
 
     def _error(self, action: str, error: OSError) -> None:
         logger.warning("psrl: disk %s: %s", action, error)

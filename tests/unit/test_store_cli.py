@@ -54,7 +54,7 @@ def write(tier: DiskTier, tag: str, *hours_ago: float) -> list[Path]:
         start = number * PAGES
         own = keys[start * KEY_BYTES : (start + PAGES) * KEY_BYTES]
         image = ChunkImage(
-            layout=tier._layout,
+            layout=tier._layout.digest,
             pool="kv",
             tag=tag,
             start=start,
