@@ -5,33 +5,34 @@ from __future__ import annotations
 import json
 import os
 import re
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from psrl_sglang.serving import (
+    BAD_INPUT,
+    LogLevel,
+    NotAllowed,
+    allow_many_connections,
+    read_token,
+    refuse,
+    run_until_signal,
+    shown_host,
+    start_logging,
+)
+from psrl_sglang.transfer.auth import CONTROLLER_TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from psrl_sglang.controller.service import ControllerService, Options
 
-TOKEN_VARIABLE = "PSRL_CONTROLLER_TOKEN"
-
 _NOTHING_MOVED = 1
-_BAD_INPUT = 2
-_LEAST_TOKEN_CHARACTERS = 16
 _ANSWER_MARGIN_S = 5.0
 _SETTINGS = {"--http-port": "base", "--pull-port": "pull", "--reply-port": "reply"}
 
 TokenFile = Annotated[
-    Path | None, typer.Option(help=f"File with the HTTP token; {TOKEN_VARIABLE} does as well.")
+    Path | None, typer.Option(help=f"File with the HTTP token; {CONTROLLER_TOKEN_VARIABLE} does as well.")
 ]
-
-
-class LogLevel(StrEnum):
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
 
 
 def register(app: typer.Typer) -> None:
@@ -68,7 +69,7 @@ def _controller(
     lease_s: Annotated[
         float, typer.Option(min=0.1, help="Seconds a worker is kept without a heartbeat: three beats.")
     ] = 15.0,
-    log_level: Annotated[LogLevel, typer.Option()] = LogLevel.INFO,
+    log_level: Annotated[LogLevel, typer.Option(help="The least that is logged.")] = LogLevel.INFO,
     json_ready: Annotated[
         bool, typer.Option("--json-ready", help="Say what it listens on as one line of JSON.")
     ] = False,
@@ -78,59 +79,52 @@ def _controller(
     Ends with SIGTERM or SIGINT, exit status 0; 2 for bad options or a port that is taken.
     """
     import asyncio
-    import logging
 
     from psrl_sglang.config import ConfigError, PsrlConfig, load_config
     from psrl_sglang.controller.registry import Limits
-    from psrl_sglang.controller.service import NotAllowed, Options
+    from psrl_sglang.controller.service import Options
     from psrl_sglang.controller.sockets import PortInUse
     from psrl_sglang.transfer.auth import read_secret
 
     try:
         settings = PsrlConfig() if config is None else load_config(config)
     except ConfigError as error:
-        _refuse(str(error))
+        refuse(str(error))
     lmcache = settings.lmcache
     secret_path = str(secret_file) if secret_file is not None else settings.sglang.secret_file
     try:
         secret = read_secret(secret_path)
     except ValueError as error:
-        _refuse(f"the secret {secret_path or ''}: {error}")
+        refuse(f"the secret {secret_path or ''}: {error}")
     options = Options(
         host=host,
         http_port=lmcache.controller_base_port if http_port is None else http_port,
         pull_port=lmcache.controller_pull_port if pull_port is None else pull_port,
         reply_port=lmcache.controller_reply_port if reply_port is None else reply_port,
         advertise=advertise,
-        token=_read_token(token_file),
+        token=read_token(token_file, CONTROLLER_TOKEN_VARIABLE),
         secret=secret,
         allow_unauthenticated=allow_unauthenticated,
         limits=Limits(lease_s=lease_s),
     )
-    logging.basicConfig(level=log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    start_logging(log_level)
+    allow_many_connections()
     try:
         asyncio.run(_serve(options, json_ready))
     except NotAllowed as error:
-        _refuse(str(error))
+        refuse(str(error))
     except PortInUse as error:
         setting = _SETTINGS.get(error.option)
         where = f" or psrl.lmcache.controller_{setting}_port" if setting is not None else ""
-        _refuse(f"{error}; stop what has it, or choose another with {error.option}{where}")
+        refuse(f"{error}; stop what has it, or choose another with {error.option}{where}")
 
 
 async def _serve(options: Options, json_ready: bool) -> None:
-    import asyncio
-    import signal
+    from psrl_sglang.controller.service import ControllerService
 
-    from psrl_sglang.controller.service import ControllerService, allow_many_connections
-
-    allow_many_connections()
     service = ControllerService(options)
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, service.stop)
     typer.echo(_ready(options, service, json_ready))
-    await service.run()
+    await run_until_signal(service)
 
 
 def _ready(options: Options, service: ControllerService, as_json: bool) -> str:
@@ -138,7 +132,7 @@ def _ready(options: Options, service: ControllerService, as_json: bool) -> str:
     if as_json:
         told = {"host": options.host, "http_port": ports.http, "pull_port": ports.pull}
         return json.dumps({"ready": True, **told, "reply_port": ports.reply, "pid": os.getpid()})
-    host = f"[{options.host}]" if ":" in options.host else options.host
+    host = shown_host(options.host)
     access = "with a token" if options.token else "open to all who reach it"
     lines = [
         f"page and HTTP: http://{host}:{ports.http}/ ({access})",
@@ -146,24 +140,6 @@ def _ready(options: Options, service: ControllerService, as_json: bool) -> str:
         f"({'signed' if options.secret else 'unsigned'})",
     ]
     return "\n".join(lines)
-
-
-def _read_token(path: Path | None) -> str:
-    if path is None:
-        token, where = os.environ.get(TOKEN_VARIABLE, "").strip(), TOKEN_VARIABLE
-        if not token:
-            return ""
-    else:
-        where = str(path)
-        try:
-            token = path.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            _refuse(f"--token-file: cannot read {path}: {error}")
-    if len(token) < _LEAST_TOKEN_CHARACTERS or not re.fullmatch(r"[!-~]+", token):
-        _refuse(
-            f"{where}: a token is {_LEAST_TOKEN_CHARACTERS} or more printable ASCII characters without spaces"
-        )
-    return token
 
 
 def _move(
@@ -208,7 +184,7 @@ def _move(
         "extra_key": extra_key,
         "timeout_s": timeout_s,
     }
-    token = _read_token(token_file)
+    token = read_token(token_file, CONTROLLER_TOKEN_VARIABLE)
     try:
         response = httpx.post(
             f"{controller.rstrip('/')}/move",
@@ -219,15 +195,15 @@ def _move(
         )
         answer: dict[str, Any] = response.json()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        _refuse(f"cannot reach the controller at {controller}: {error or type(error).__name__}")
+        refuse(f"cannot reach the controller at {controller}: {error or type(error).__name__}")
     except ValueError:
-        _refuse(f"{controller} answers {response.status_code} and no JSON; is it a controller?")
+        refuse(f"{controller} answers {response.status_code} and no JSON; is it a controller?")
     if as_json:
         typer.echo(json.dumps(answer))
     if response.status_code != 200:
         if not as_json:
             typer.echo(f"not moved: {answer.get('detail', answer)}", err=True)
-        raise typer.Exit(_NOTHING_MOVED if response.status_code in (409, 502, 503, 504) else _BAD_INPUT)
+        raise typer.Exit(_NOTHING_MOVED if response.status_code in (409, 502, 503, 504) else BAD_INPUT)
     moved, present = answer["num_tokens"], answer["present_tokens"]
     if not as_json:
         reason = f": {answer['reason']}" if answer["reason"] else ""
@@ -241,19 +217,14 @@ def _move(
 
 def _token_ids(path: Path | None, text: str | None) -> list[int]:
     if (path is None) == (text is None):
-        _refuse("give the prompt with one of --input-ids-file and --tokens")
+        refuse("give the prompt with one of --input-ids-file and --tokens")
     if path is not None:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            _refuse(f"--input-ids-file: cannot read {path}: {error}")
+            refuse(f"--input-ids-file: cannot read {path}: {error}")
     parts = re.split(r"[\s,]+", (text or "").strip().strip("[]").strip(" ,\n"))
     if not all(re.fullmatch(r"\d+", part) for part in parts):
         wrong = next(part for part in parts if not re.fullmatch(r"\d+", part))
-        _refuse(f"{'--tokens' if path is None else path}: {wrong!r} is no token id")
+        refuse(f"{'--tokens' if path is None else path}: {wrong!r} is no token id")
     return [int(part) for part in parts]
-
-
-def _refuse(text: str) -> NoReturn:
-    typer.echo(text, err=True)
-    raise typer.Exit(_BAD_INPUT)

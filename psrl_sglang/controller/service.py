@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
-import resource
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,6 +23,7 @@ from psrl_sglang.controller.orders import Orders
 from psrl_sglang.controller.recent import Moves, Sessions
 from psrl_sglang.controller.registry import Limits, Registry
 from psrl_sglang.controller.sockets import PortInUse, WorkerSockets
+from psrl_sglang.serving import NotAllowed, is_loopback
 from psrl_sglang.transfer.ask import AsyncAsker
 from psrl_sglang.transfer.auth import Signer
 
@@ -32,11 +31,6 @@ logger = logging.getLogger(__name__)
 
 _TICK_S = 0.5
 _HTTP_GRACE_S = 2
-_OPEN_FILES = 65536
-
-
-class NotAllowed(ValueError):
-    """It would let anyone on the network command the engines; the text says what to give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +144,6 @@ class ControllerService:
                     await asyncio.sleep(0)
 
 
-def allow_many_connections() -> None:
-    """Raise this process's limit of open files as far as it may: each worker has three connections here."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if wanted < _OPEN_FILES:
-        logger.warning("at most %d open files: enough for %d workers; raise `ulimit -n`", wanted, wanted // 4)
-
-
 class _Server(uvicorn.Server):
     """Signals are for whoever runs the service."""
 
@@ -169,7 +153,7 @@ class _Server(uvicorn.Server):
 
 
 def _check(options: Options) -> None:
-    if options.allow_unauthenticated or _is_loopback(options.host):
+    if options.allow_unauthenticated or is_loopback(options.host):
         return
     missing = []
     if not options.token:
@@ -181,13 +165,6 @@ def _check(options: Options) -> None:
             f"on {options.host} anyone who can reach it could command the engines: give {' and '.join(missing)}, "
             "bind to 127.0.0.1, or say --allow-unauthenticated"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _address(host: str, port: int) -> str:

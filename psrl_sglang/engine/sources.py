@@ -20,11 +20,10 @@ import zmq.asyncio
 
 from psrl_sglang.config import PsrlConfig
 from psrl_sglang.transfer import messages as wire
-from psrl_sglang.transfer.auth import Signer, read_secret
+from psrl_sglang.transfer.auth import CONTROLLER_TOKEN_VARIABLE, Signer, read_secret
 
 logger = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "PSRL_CONTROLLER_TOKEN"
 _ADDRESS_S = 30.0  # how long the addresses of a source are believed
 _TAG_S = 5.0
 _REPORT_S = 0.2
@@ -74,7 +73,7 @@ class Sources:
         self._push_url = ""
         if lmcache.controller_host is not None:
             host = f"[{lmcache.controller_host}]" if ":" in lmcache.controller_host else lmcache.controller_host
-            token = os.environ.get(TOKEN_VARIABLE)
+            token = os.environ.get(CONTROLLER_TOKEN_VARIABLE)
             self._controller = httpx.AsyncClient(
                 base_url=f"http://{host}:{lmcache.controller_base_port}",
                 headers={"authorization": f"Bearer {token}"} if token else {},

@@ -1,9 +1,8 @@
-"""Who may ask, and where a gateway may listen."""
+"""Who may ask."""
 
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from collections.abc import Mapping
 
 OPEN_PATHS = frozenset({"/health", "/healthz"})
@@ -26,10 +25,3 @@ class Guard:
             return True
         given = headers.get(_AUTHORIZATION, "").encode("utf-8", "surrogateescape")
         return hmac.compare_digest(given, self._expected)
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

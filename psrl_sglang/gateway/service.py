@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from psrl_sglang.gateway.admission import Admission
 from psrl_sglang.gateway.answers import ClientAborts, LoopLimits
 from psrl_sglang.gateway.call import Call
 from psrl_sglang.gateway.fleet import Fleet
-from psrl_sglang.gateway.guard import Guard, is_loopback
+from psrl_sglang.gateway.guard import Guard
 from psrl_sglang.gateway.holders import Holders
 from psrl_sglang.gateway.membership import Membership
 from psrl_sglang.gateway.metrics import Metrics
@@ -29,6 +28,7 @@ from psrl_sglang.gateway.selection import Selector
 from psrl_sglang.gateway.settings import Settings
 from psrl_sglang.gateway.turns import Turns
 from psrl_sglang.gateway.upstream import Upstream
+from psrl_sglang.serving import NotAllowed, is_loopback
 from psrl_sglang.transfer.client import AsyncMoveClient
 
 logger = logging.getLogger(__name__)
@@ -36,15 +36,10 @@ logger = logging.getLogger(__name__)
 Serve = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 _BACKLOG = 4096
-_OPEN_FILES = 65536
 _READ_BUFFER_BYTES = 64 << 10
 _WRITE_BUFFER_BYTES = 64 << 10
 _CONTROLLER_TIMEOUT_S = 5.0
 _CUT_S = 0.05  # aiohttp takes 0 for no limit
-
-
-class NotAllowed(ValueError):
-    """It would let anyone on the network use the engines; the text says what to give."""
 
 
 class PortInUse(OSError):
@@ -275,14 +270,6 @@ def _lookup(settings: Settings, membership: Membership | None):
         await membership.look_up(call, timeout_s)
 
     return look_up
-
-
-def allow_many_connections() -> None:
-    """Raise this process's limit of open files as far as it may: a request has two connections here."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _check(options: Options) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 SECRET_VARIABLE = "PSRL_SECRET"
+CONTROLLER_TOKEN_VARIABLE = "PSRL_CONTROLLER_TOKEN"  # of the controller's HTTP, for all who ask it
 MAX_SKEW_S = 30.0
 _NONCE_BYTES = 16
 _LEAST_SECRET_BYTES = 16

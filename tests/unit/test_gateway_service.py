@@ -16,9 +16,9 @@ from gateway_support import FakeEngine, ask, gateway_of, run, until
 
 from psrl_sglang.config_problem import ConfigError
 from psrl_sglang.gateway.cost_model import CostModel
-from psrl_sglang.gateway.guard import is_loopback
 from psrl_sglang.gateway.settings import Settings, clean_url
 from psrl_sglang.gateway.settings_file import load_settings
+from psrl_sglang.serving import is_loopback
 from psrl_sglang.transfer import messages as wire
 
 COMMAND = str(Path(sys.executable).with_name("psrl-sglang"))
