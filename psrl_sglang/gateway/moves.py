@@ -19,6 +19,7 @@ from psrl_sglang.transfer.client import AsyncMoveClient, CountResult, Salts
 
 _UNPIN_S = 5.0
 _IN_BACKGROUND = "async"
+_OUTCOMES = {"miss": "miss", "late": "timeout"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,9 +198,7 @@ class Mover:
         )
         if moved.ok:
             return Brought("ok", moved.num_tokens, moved.reason)
-        is_late = time.monotonic() >= plan.deadline_s or "no answer from" in moved.reason
-        outcome = "timeout" if is_late else "miss" if "no KV" in moved.reason else "error"
-        return Brought(outcome, reason=moved.reason)
+        return Brought(_OUTCOMES.get(moved.outcome, "error"), reason=moved.reason)
 
 
 def _left_s(plan: _Plan) -> float:

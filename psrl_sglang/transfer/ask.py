@@ -1,7 +1,7 @@
 """Asking workers over ZMQ: one socket a question, one deadline for all that are asked at once.
 
-A worker's socket is a REP, so a question that is never answered would leave a REQ of ours unusable; each gets
-a fresh one, which is closed with the call. Trouble of the peer is an answer with a reason, never an exception.
+A question that is never answered leaves a REQ of ours unusable, so each gets a fresh one, which is closed with the
+call. Trouble of the peer is an answer with a reason, never an exception.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Literal, Self, TypedDict, Unpack, get_args
 
 import zmq
 import zmq.asyncio
@@ -27,6 +27,10 @@ Addresses = str | Sequence[str]
 """``host:port`` of a worker, or one for each rank in their order."""
 
 
+MoveOutcome = Literal["moved", "present", "miss", "late", "failed"]
+_OUTCOMES: dict[str, MoveOutcome] = {name: name for name in get_args(MoveOutcome)}  # from best to worst
+
+
 class Salts(TypedDict, total=False):
     """What separates KV within a version, as the requests that made it had it."""
 
@@ -39,7 +43,9 @@ class MoveResult:
     """``num_tokens`` went over, and of the prompt the destination has the first ``present_tokens``, on every rank.
 
     ``ok``: there is something of it at the destination now. ``reason`` says why it is not all, or why nothing
-    had to go. ``size_bytes`` is over all ranks.
+    had to go. ``outcome`` says the same to a program: "moved", "present" (nothing had to go), "miss" (the source
+    has none of it under this version), "late" (the deadline, or no answer by then), or "failed"; over several ranks
+    the worst of theirs. ``size_bytes`` is over all ranks.
     """
 
     ok: bool
@@ -49,6 +55,7 @@ class MoveResult:
     seconds: float = 0.0
     transport: str = ""
     reason: str = ""
+    outcome: MoveOutcome = "failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +107,7 @@ def merge_moves(answers: Sequence[Answer], seconds: float) -> MoveResult:
     """One result of the ranks' answers to a `MoveWorkerMsg`."""
     reason = _reasons(answers)
     if any(answer.kind != "ok" for answer in answers):
-        return MoveResult(False, seconds=seconds, reason=reason)
+        return MoveResult(False, seconds=seconds, reason=reason, outcome=_worst(map(_outcome, answers)))
     replies: list[wire.MoveWorkerRetMsg] = [answer.reply for answer in answers]
     num_tokens = min(reply.num_tokens for reply in replies)
     present_tokens = min(reply.present_tokens for reply in replies)
@@ -114,7 +121,21 @@ def merge_moves(answers: Sequence[Answer], seconds: float) -> MoveResult:
         transport=", ".join(dict.fromkeys(reply.transport for reply in replies if reply.transport)),
         reason=reason
         or ("" if ok else "the source gave no reason; does it hold the prompt under this version?"),
+        outcome=_worst(map(_outcome, answers)),
     )
+
+
+def _outcome(answer: Answer) -> MoveOutcome:
+    if answer.kind != "ok":
+        return "late" if answer.kind == "silent" else "failed"
+    reply: wire.MoveWorkerRetMsg = answer.reply
+    guessed: MoveOutcome = "moved" if reply.num_tokens else "present" if reply.present_tokens else "miss"
+    return _OUTCOMES.get(reply.outcome, guessed)
+
+
+def _worst(outcomes: Iterable[MoveOutcome]) -> MoveOutcome:
+    order = list(_OUTCOMES)
+    return max(outcomes, key=lambda outcome: order.index(outcome))
 
 
 def merge_counts(answers: Sequence[Answer]) -> CountResult:

@@ -215,7 +215,8 @@ class MoveWorkerMsg(Message, frozen=True):
 
 class MoveWorkerRetMsg(Message, frozen=True):
     """``num_tokens`` went over; of the prompt the destination now has the first ``present_tokens``. ``reason`` says
-    why it is not all, or why nothing had to go."""
+    why it is not all, or why nothing had to go; ``outcome`` is a `MoveOutcome`, or empty if the worker is not ours.
+    """
 
     num_tokens: int
     present_tokens: int = 0
@@ -223,6 +224,7 @@ class MoveWorkerRetMsg(Message, frozen=True):
     seconds: float = 0.0
     transport: str = ""
     reason: str = ""
+    outcome: str = ""
 
 
 class PinWorkerMsg(Message, frozen=True):

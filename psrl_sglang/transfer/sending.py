@@ -46,13 +46,19 @@ class Cargo:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """What came of one move. The destination has the first ``present_pages`` pages of the prefix."""
+    """What came of one move. The destination has the first ``present_pages`` pages of the prefix; where it has
+    none, ``failure`` says in one word why: "miss", "late", or "failed"."""
 
-    present_pages: int
-    moved_pages: int
-    size_bytes: int
-    transport: str
+    present_pages: int = 0
+    moved_pages: int = 0
+    size_bytes: int = 0
+    transport: str = ""
     reason: str = ""
+    failure: str = "failed"
+
+    @property
+    def outcome(self) -> str:
+        return "moved" if self.moved_pages else "present" if self.present_pages else self.failure
 
 
 @dataclass(slots=True)

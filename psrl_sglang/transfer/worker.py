@@ -217,7 +217,7 @@ class MoveWorker:
     def _move(self, flight: _Flight) -> None:
         deadline = flight.deadline
         began_s = deadline.end_s - deadline.seconds
-        result = Sent(0, 0, 0, "")
+        result = Sent()
         tag = ""
         try:
             tag = self._engine.tag_of(flight.prefix.version)
@@ -226,12 +226,12 @@ class MoveWorker:
             deadline.require("waiting for other moves")
             result = self._send(flight, tag)
         except DeadlinePassed as error:
-            result = Sent(0, 0, 0, "", f"late: {error}")
+            result = Sent(reason=f"late: {error}", failure="late")
         except TransferError as error:
-            result = Sent(0, 0, 0, "", str(error))
+            result = Sent(reason=str(error))
         except Exception as error:
             logger.exception("psrl: a move to %s failed", clipped(flight.destination))
-            result = Sent(0, 0, 0, "", f"{type(error).__name__}: {error}")
+            result = Sent(reason=f"{type(error).__name__}: {error}")
         finally:
             self._finish(flight, tag, result, time.monotonic() - began_s)
 
@@ -239,7 +239,8 @@ class MoveWorker:
         cargo = self._cargo(flight.prefix, tag, flight.deadline)
         if not cargo.runs:
             cargo.release()
-            return Sent(0, 0, 0, "", f"no KV of this prompt under version {flight.prefix.version!r} here")
+            reason = f"no KV of this prompt under version {flight.prefix.version!r} here"
+            return Sent(reason=reason, failure="miss")
         pieces = [piece for lease in cargo.leases for piece in lease.pieces]
         sent = self._sender.send(cargo, flight.destination, flight.deadline)
         if flight.is_copy:
@@ -268,11 +269,16 @@ class MoveWorker:
         if not reason and not sent.moved_pages and sent.present_pages:
             reason = "the destination has it already"
         answer = wire.MoveWorkerRetMsg(
-            sent.moved_pages * page, sent.present_pages * page, sent.size_bytes, seconds, sent.transport, reason
+            num_tokens=sent.moved_pages * page,
+            present_tokens=sent.present_pages * page,
+            size_bytes=sent.size_bytes,
+            seconds=seconds,
+            transport=sent.transport,
+            reason=reason,
+            outcome=sent.outcome,
         )
-        outcome = "moved" if sent.moved_pages else "present" if sent.present_pages else "nothing"
         stats = self.store.stats
-        stats.add("moves", direction="out", outcome=outcome, transport=sent.transport or "none")
+        stats.add("moves", direction="out", outcome=sent.outcome, transport=sent.transport or "none")
         stats.add("move_tokens", answer.num_tokens, direction="out")
         stats.add("move_bytes", sent.size_bytes, direction="out")
         stats.add("move_seconds", seconds, direction="out")

@@ -47,7 +47,7 @@ class FakeMoves:
         return (
             self.result
             if self.seconds <= options["timeout_s"]
-            else MoveResult(False, reason="no answer from x")
+            else MoveResult(False, reason="no answer from x", outcome="late")
         )
 
     async def pin(self, tokens, worker, version, **options) -> CountResult:
@@ -160,7 +160,7 @@ def test_pin_sync_pins_first_and_always_unpins():
         for moves in (
             FakeMoves(),
             FakeMoves(1.0),
-            FakeMoves(result=MoveResult(False, reason="a: no KV of it")),
+            FakeMoves(result=MoveResult(False, reason="a: no KV of it", outcome="miss")),
         ):
             stage = Stage(moves, "pin_sync", timeout_ms=100)
             await stage.mover.bring(stage.call(), stage.a, stage.b)
@@ -206,8 +206,8 @@ def test_async_returns_at_once_and_moves_beside():
 @pytest.mark.parametrize(
     ("result", "outcome"),
     [
-        (MoveResult(False, reason="a: no KV of this prompt"), "miss"),
-        (MoveResult(False, reason="no answer from a in 1 s"), "timeout"),
+        (MoveResult(False, reason="a: no KV of this prompt", outcome="miss"), "miss"),
+        (MoveResult(False, reason="no answer from a in 1 s", outcome="late"), "timeout"),
         (MoveResult(False, reason="a: model=m there, model=other here"), "error"),
         (MoveResult(True, num_tokens=0, present_tokens=64, reason="there already"), "ok"),
     ],

@@ -58,7 +58,7 @@ def test_a_move_says_what_went_over(make, worker):
     result = make().transfer_direct(
         np.arange(3), source.address, "127.0.0.1:9", "7", cache_salt="user", extra_key="lora", session="s"
     )
-    assert result == MoveResult(True, 64, 96, 1000, result.seconds, "cma", "")
+    assert result == MoveResult(True, 64, 96, 1000, result.seconds, "cma", "", "moved")
     assert 0 < result.seconds < 5
     [command] = source.commands
     assert (command.tokens, command.copy) == ([0, 1, 2], True)
@@ -78,6 +78,30 @@ def test_over_ranks_the_least_counts(make, worker):
     assert (result.ok, result.num_tokens, result.present_tokens, result.size_bytes) == (True, 32, 48, 200)
     assert [one.commands[0].new_position[0] for one in ranks] == ["h:1", "h:2"]
     assert not ranks[0].commands[0].copy
+
+
+def test_a_program_reads_what_became_of_a_move_and_over_ranks_the_worst(make, worker):
+    def outcome(*replies):
+        ranks = [worker(lambda command, one=one: one) for one in replies]
+        return make().transfer_direct([1], [one.address for one in ranks], ["h:1"] * len(ranks), "7").outcome
+
+    moved, present, missed = (
+        wire.MoveWorkerRetMsg(16, 16, outcome="moved"),
+        wire.MoveWorkerRetMsg(0, 16, outcome="present"),
+        wire.MoveWorkerRetMsg(0, reason="anything", outcome="miss"),
+    )
+    assert outcome(moved, moved) == "moved"
+    assert outcome(moved, present) == "present"
+    assert outcome(missed, moved) == "miss"
+    assert outcome(missed, wire.MoveWorkerRetMsg(0, outcome="late")) == "late"
+    assert outcome(moved, wire.ErrorMsg("no")) == "failed"
+    assert [outcome(wire.MoveWorkerRetMsg(*of_lmcache)) for of_lmcache in ((16,), (0, 16), (0,))] == [
+        "moved",
+        "present",
+        "miss",
+    ]
+    assert make().transfer_direct([1], "127.0.0.1:1", "h:1", "7", timeout_s=0.1).outcome == "late"
+    assert make().transfer_direct([1], [], ["h:1"], "7").outcome == "failed"
 
 
 @pytest.mark.parametrize(("src", "dst"), [(["a:1"], ["b:1", "b:2"]), ([], []), (["a:1", "a:2"], "b:1")])
