@@ -89,14 +89,14 @@ def _demo_reroute(
     ways: Annotated[
         str | None, typer.Option(help="Which ways, separated by commas; default: strict with each mode.")
     ] = None,
-    sessions: Annotated[int, typer.Option(min=1, help="Agent sessions to run.")] = 20,
+    sessions: Annotated[int, typer.Option(min=1, help="Agent sessions to run.")] = 12,
     seed: Annotated[int, typer.Option(help="Seed of the generated sessions.")] = 1,
     trace: Annotated[
         Path | None,
         typer.Option(exists=True, dir_okay=False, help="Replay a cc_weka_compact.jsonl.gz instead."),
     ] = None,
     scale: Annotated[str, typer.Option(help="Factor for all token counts, at most 1.")] = "1/32",
-    preset: Annotated[str, typer.Option(help=f"Shape of the model: {', '.join(PRESETS)}.")] = "tiny",
+    preset: Annotated[str, typer.Option(help=f"Shape of the model: {', '.join(PRESETS)}.")] = "bench",
     kills: Annotated[bool, typer.Option(help="Kill an engine on the way; it comes back.")] = True,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all figures to a file.")] = None,
     keep_logs: Annotated[

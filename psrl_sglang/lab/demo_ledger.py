@@ -40,6 +40,15 @@ class PageLedger:
                 repeated += self.page_tokens
         return Reuse(stale, repeated)
 
+    def leading_tokens(self, prompt: Sequence[int], version: int) -> int:
+        """How much of the start of `prompt` was computed under `version`, in whole pages."""
+        pages = 0
+        for key in self._keys(prompt):
+            if self._versions.get(key) != version:
+                break
+            pages += 1
+        return pages * self.page_tokens
+
     def record(self, sequence: Sequence[int], versions: Sequence[int], first_token: int) -> None:
         """The engine computed `sequence` from `first_token` on, token i with the weights `versions[i]`."""
         if len(versions) != len(sequence):

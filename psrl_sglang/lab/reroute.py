@@ -34,6 +34,7 @@ class Rerouted:
     turns: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    repeated_tokens: int = 0  # computed although some engine had computed them under the same weights
     stale_tokens: int = 0
     moved_tokens: int = 0
     moved_bytes: int = 0
@@ -68,6 +69,7 @@ class RerouteRun:
         self._version = 1
         self._started = 0
         self._ledgers: dict[str, PageLedger] = {}
+        self._anywhere = PageLedger(_PAGE_TOKENS)
         self._has_ended = False
         self._changed = asyncio.Event()
         self._is_down = False
@@ -128,12 +130,16 @@ class RerouteRun:
         self.outcome.legs.append(leg)
         self.outcome.prompt_tokens += len(leg.prompt)
         self.outcome.cached_tokens += leg.cached_tokens
+        known_tokens = self._anywhere.leading_tokens(leg.prompt[:-1], leg.first_version)
+        self.outcome.repeated_tokens += max(0, known_tokens - leg.cached_tokens)
+        sequence = (leg.prompt + leg.output_ids)[:-1]
+        versions = leg.kv_versions(retracted_prompt_is_reused=True)[:-1]
+        self._anywhere.record(sequence, versions, leg.cached_tokens)
         if self._fleet.way.max_version_lag is None:
             ledger = self._ledgers.setdefault(leg.worker, PageLedger(_PAGE_TOKENS))
             reuse = ledger.reuse(leg.prompt, leg.cached_tokens, leg.first_version)
             self.outcome.stale_tokens += reuse.stale_tokens
-            versions = leg.kv_versions(retracted_prompt_is_reused=True)
-            ledger.record((leg.prompt + leg.output_ids)[:-1], versions[:-1], leg.cached_tokens)
+            ledger.record(sequence, versions, leg.cached_tokens)
 
     async def _train(self) -> None:
         due = self._plan.turns_per_sync

@@ -51,11 +51,11 @@ class RerouteOptions:
     """`ways` are keys of WAYS; `kills`: whether an engine dies; `trace` replays real sessions."""
 
     ways: Sequence[str] = DEMO_WAYS
-    sessions: int = 20
+    sessions: int = 12
     seed: int = 1
     trace: Path | None = None
     scale: float = DEFAULT_SCALE
-    preset: str = "tiny"
+    preset: str = "bench"
     kills: bool = True
     json_path: Path | None = None
     keep_logs: Path | None = None
@@ -103,7 +103,8 @@ def _figures(one: Rerouted, checked: Comparison) -> dict[str, Any]:
     return {
         "turns": one.turns,
         "prompt_tokens": one.prompt_tokens,
-        "recomputed_tokens": one.computed_tokens,
+        "computed_tokens": one.computed_tokens,
+        "repeated_tokens": one.repeated_tokens,
         "stale_tokens": one.stale_tokens,
         "moved_tokens": one.moved_tokens,
         "moved_bytes": one.moved_bytes,
@@ -130,10 +131,8 @@ def _table(found: dict[str, Rerouted], checked: dict[str, Comparison]) -> Table:
         table.add_row(name, *(show(row) for row in rows.values()))
 
     add("prompt tokens", lambda r: f"{r['prompt_tokens']:,}")
-    add(
-        "recomputed",
-        lambda r: f"{r['recomputed_tokens']:,} ({r['recomputed_tokens'] / r['prompt_tokens']:.1%})",
-    )
+    for name, field in (("computed", "computed_tokens"), ("  of these, an engine had it", "repeated_tokens")):
+        add(name, lambda r, field=field: f"{r[field]:,} ({r[field] / r['prompt_tokens']:.1%})")
     add("moved tokens", lambda r: f"{r['moved_tokens']:,}")
     add("moved MB", lambda r: f"{r['moved_bytes'] / 1e6:,.1f}")
     add("stale tokens served", lambda r: f"{r['stale_tokens']:,}")
