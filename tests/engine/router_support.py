@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -23,6 +24,7 @@ from tier_support import PAGE
 from psrl_sglang.lab.servers import free_port
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+COMMAND = str(Path(sys.executable).with_name("psrl-sglang"))
 START_S = 60.0
 TURN_S = 120.0
 _TURN_TOKENS = 40
@@ -149,6 +151,23 @@ class Conversations:
 def share(turns: Sequence[Turn]) -> float:
     """Reused of what the turns before left, to the page."""
     return sum(one.reused for one in turns) / sum(one.ceiling for one in turns)
+
+
+@contextlib.contextmanager
+def gateway(*workers: str, kv_transfer: dict[str, Any]) -> Iterator[str]:
+    """The URL of a gateway in a process of its own, which sends turns round robin."""
+    routing = {"method": "round_robin", "kv_transfer": kv_transfer}
+    config = {"psrl": {"rollout_coordination": {"routing_strategy": routing}}}
+    command = [COMMAND, "gateway", "--port", "0", "--json-ready", "--config", json.dumps(config)]
+    for worker in workers:
+        command += ["--worker", worker]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}"
+    finally:
+        process.terminate()
+        assert process.wait(40) == 0
 
 
 class Line:

@@ -1,15 +1,12 @@
 """Real engines behind the gateway: a session keeps its KV wherever its turns go, and an abort is not the end."""
 
-import json
-import subprocess
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import httpx
 import pytest
+import router_support
 from move_support import assert_no_move_left, movable
 from support import NOISE, Running, assert_books_hold, prompt, wait_until
 from tier_support import PAGE, POOL_TOKENS, assert_nothing_held, start
@@ -21,7 +18,6 @@ pytestmark = pytest.mark.engine
 TURN_TOKENS, ANSWER_TOKENS = 100, 8
 # Sessions and turns. The long form is what is claimed, the short one what CI has time for.
 SIZES = [pytest.param(16, 4, id="16x4"), pytest.param(64, 8, marks=pytest.mark.slow, id="64x8")]
-COMMAND = str(Path(sys.executable).with_name("psrl-sglang"))
 
 
 @pytest.fixture(scope="module")
@@ -42,24 +38,15 @@ def engines(pair):
 
 @contextmanager
 def gateway(*engines: Server, mode: str = "sync"):
-    """A client of a gateway in a process of its own."""
+    """A client of a gateway that moves KV."""
     kv = {"enable": True, "transfer_mode": mode, "transfer_timeout_ms": 20_000}
-    routing = {"method": "round_robin", "kv_transfer": kv}
-    config = {"psrl": {"rollout_coordination": {"routing_strategy": routing}}}
-    command = [COMMAND, "gateway", "--port", "0", "--json-ready", "--config", json.dumps(config)]
-    for engine in engines:
-        command += ["--worker", engine.url]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        url = f"http://127.0.0.1:{json.loads(process.stdout.readline())['port']}"
-        with httpx.Client(base_url=url, timeout=120.0, trust_env=False) as client:
-            workers = lambda: client.get("/workers").json()["workers"]  # noqa: E731
-            wait_until(lambda: all(one["version"] and one["moves_kv"] for one in workers()), "all is known")
-            yield client
-    finally:
-        process.terminate()
-        assert process.wait(40) == 0
+    with (
+        router_support.gateway(*(engine.url for engine in engines), kv_transfer=kv) as url,
+        httpx.Client(base_url=url, timeout=120.0, trust_env=False) as client,
+    ):
+        workers = lambda: client.get("/workers").json()["workers"]  # noqa: E731
+        wait_until(lambda: all(one["version"] and one["moves_kv"] for one in workers()), "all is known")
+        yield client
 
 
 def generate(client: httpx.Client, input_ids: list[int], count: int, **headers: str) -> httpx.Response:

@@ -6,11 +6,12 @@ that are sent elsewhere find it there.
 
 import os
 import signal
+from contextlib import ExitStack
 
 import httpx
 import pytest
 from move_support import TOKEN, Controller, assert_no_move_left, pulling
-from router_support import Conversations, Line, Router, share
+from router_support import Conversations, Line, Router, gateway, share
 from support import assert_books_hold, wait_until
 from tier_support import assert_nothing_held, start
 
@@ -90,6 +91,26 @@ def test_row_21_sessions_that_go_round_find_their_kv_at_every_stop(
 ):
     url = router(script, "round_robin", [server.url for server in engines]).url
     turns = Conversations(url, f"{script}round{sessions}", sessions).turns(turns_each)
+    assert share(turns) >= 0.90
+    assert {turn.source for turn in turns} >= {"a", "b"}
+
+
+@pytest.mark.parametrize("script", ["smg.sh", "sglang-router.sh"])
+def test_behind_a_gateway_and_a_router_sessions_find_their_kv(engines, router, script):
+    behind = router(script, "round_robin", [server.url for server in engines])
+    with gateway(behind.url, kv_transfer={"enable": False}) as url:
+        turns = Conversations(url, f"{script}behind").turns(3)
+    assert share(turns) >= 0.90
+    assert {turn.source for turn in turns} >= {"a", "b"}
+
+
+@pytest.mark.parametrize("script", ["smg.sh", "sglang-router.sh"])
+def test_behind_a_router_and_several_gateways_sessions_find_their_kv(engines, router, script):
+    urls = [server.url for server in engines]
+    with ExitStack() as running:
+        gateways = [running.enter_context(gateway(*urls, kv_transfer={"enable": False})) for _ in range(2)]
+        before = router(script, "consistent_hashing", gateways)
+        turns = Conversations(before.url, f"{script}before").turns(3)
     assert share(turns) >= 0.90
     assert {turn.source for turn in turns} >= {"a", "b"}
 

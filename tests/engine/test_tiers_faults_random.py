@@ -183,7 +183,7 @@ class PoolLinker:
         store = KVStore(
             layout, arena, LowerTiers(), policy="LRU", dead_rank=lambda tag: None, stats=StoreStats()
         )
-        self.linker.open(store, str, LoadOrRecompute("always", 1), is_async=True)
+        self.linker.open(store, str, LoadOrRecompute("always", 1), is_async=True, pin_arena=True)
         self.linker.place = Place("1", 0, None, 1 << 30)
         pool.register_layer_transfer_counter(self.linker.layer_done_counter)
         self.buffers = [buffer for entry in self.linker.group.entries for buffer in entry.kv_buffer]
