@@ -31,6 +31,7 @@ class RequestNote:
     present_tokens: int = 0
     reason: str = ""
     oldest_version: str = ""
+    weight_version: str = ""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         said: dict[str, Any] = {}
@@ -44,6 +45,8 @@ class RequestNote:
                 said["x-psrl-kv-reason"] = self.reason
         if self.oldest_version:
             said["x-psrl-oldest-version"] = self.oldest_version
+        if self.weight_version:
+            said["x-psrl-weight-version"] = self.weight_version
         return [(name.encode(), _header_value(value)) for name, value in said.items()]
 
 

@@ -24,6 +24,7 @@ from psrl_sglang.gateway.upstream import NoReply, Upstream, WorkerUnreachable
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER = {"retry-after": "1"}
+_VERSION = "x-psrl-weight-version"
 _NO_PROGRESS_PAUSE_S = 0.05
 
 Lookup = Callable[[Call], Awaitable[None]]
@@ -113,6 +114,9 @@ class Proxy:
         try:
             if reply.status < 400:
                 parts.holders.served(call.session, worker, call.cost_tokens)
+                # Sooner than the next probe: until then KV of the new weights would not be moved.
+                if version := next((value for name, value in reply.headers if name.lower() == _VERSION), ""):
+                    parts.fleet.saw(worker, version)
             head = self._head(reply.headers, worker, brought, call)
             if answer is not None:
                 return await answer.deliver(reply, head)

@@ -37,7 +37,7 @@ def test_a_hint_brings_the_kv_and_the_reply_says_so(engines):
     assert reply["output_ids"] == local["output_ids"]
     assert headers["x-psrl-kv-source"] == "a"
     assert headers["x-psrl-kv-moved-tokens"] == "592"
-    assert headers["x-psrl-oldest-version"] == "1"
+    assert headers["x-psrl-oldest-version"] == headers["x-psrl-weight-version"] == "1"
 
 
 def test_a_session_that_is_here_asks_nobody(engines):

@@ -81,6 +81,7 @@ class FakeEngine:
     connections end, "before" the reply, in the "body", or in the "stream"."""
 
     version: str = "1"
+    tells_version: bool = False  # with each reply, as an engine with the plugin does
     token_s: float = 0.0
     incremental: bool = False
     reply_delay_s: float = 0.0
@@ -165,7 +166,8 @@ class FakeEngine:
             request.transport.close()
             await asyncio.sleep(WAIT_S)
         if not body.get("stream"):
-            return web.json_response(await self._whole(body))
+            headers = {"X-Psrl-Weight-Version": self.version} if self.tells_version else {}
+            return web.json_response(await self._whole(body), headers=headers)
         return await self._stream(request, body, death)
 
     async def _whole(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -78,6 +78,24 @@ def test_a_restarted_engine_must_tell_its_version_before_it_gets_tagged_requests
     run(scenario())
 
 
+def test_a_reply_tells_of_an_update_before_the_next_probe():
+    async def scenario():
+        engine = FakeEngine(version="7", tells_version=True)
+        async with gateway_of(engine, gateway={"health_interval_s": 30.0}) as gateway:
+            [worker] = gateway.fleet.workers()
+            await until(lambda: worker.version == "7", "the first probe was answered")
+            engine.version = "8"
+            assert (await gateway.generate([1], 1)).status == 200
+            assert worker.version == "8"
+            assert (await gateway.generate([1], 1, x_version_tag="8")).status == 200
+            engine.version = "6"  # of a reply from before an update: too late to count
+            await gateway.generate([1], 1)
+            assert worker.version == "8"
+            assert engine.probes == 1
+
+    run(scenario())
+
+
 def test_more_than_the_workers_take_waits_here_in_order():
     async def scenario():
         engine = FakeEngine(reply_delay_s=0.03)
