@@ -1,8 +1,10 @@
 """Moves between engines of two ranks: each rank sends its part to the same rank of the other engine."""
 
+import httpx
 import pytest
 from fault_plugin import Faults
 from move_support import MOVE_S, assert_no_move_left, free_ports, movable, rank_addresses
+from router_support import Conversations, gateway, share
 from support import NAMED, assert_books_hold, prompt, status, wait_until
 from tier_support import NEW_TOKENS, assert_hit, assert_nothing_held, cached_from, settle, start
 
@@ -78,6 +80,23 @@ def test_what_arrived_at_one_rank_only_is_computed_by_both(engines):
     again = b[0].generate(asked, NEW_TOKENS)
     assert cached_from(again)["host"] == 0
     assert again.output_ids == local.output_ids
+
+
+def test_the_gateway_has_all_ranks_move_a_session_that_goes_to_the_other_engine(engines):
+    urls = [server.url for server, _, _ in engines]
+    kv = {"enable": True, "transfer_mode": "sync", "transfer_timeout_ms": int(MOVE_S * 1000)}
+    with gateway(*urls, kv_transfer=kv) as url:
+
+        def workers():
+            return httpx.get(f"{url}/workers", trust_env=False).json()["workers"]
+
+        wait_until(lambda: all(one["version"] and one["moves_kv"] for one in workers()), "all is known")
+        talk = Conversations(url, "ranks", count=3)
+        assert share(talk.turns(3)) >= 0.90
+        metrics = httpx.get(f"{url}/metrics", trust_env=False).text
+    assert 'psrl_gateway_kv_moves_total{result="ok"}' in metrics
+    moved = next(line for line in metrics.splitlines() if line.startswith("psrl_gateway_kv_moved_tokens_total"))
+    assert float(moved.split()[1]) > 0
 
 
 def test_a_rank_refuses_the_part_of_another(engines):
