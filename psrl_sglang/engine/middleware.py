@@ -41,8 +41,8 @@ class RequestNote:
                 "x-psrl-kv-moved-tokens": self.moved_tokens,
                 "x-psrl-kv-present-tokens": self.present_tokens,
             }
-            if self.reason:
-                said["x-psrl-kv-reason"] = self.reason
+        if self.reason:
+            said["x-psrl-kv-reason"] = self.reason
         if self.oldest_version:
             said["x-psrl-oldest-version"] = self.oldest_version
         if self.weight_version:

@@ -55,8 +55,8 @@ class Puller:
         name = getattr(tokenized, "routing_key", None) or note.session or self._name_of(tokens)
         if self._following is None or self._following.done():
             self._following = asyncio.create_task(self._follow())
-        self._sources.serves(name, len(tokens))
         if time.monotonic() - self._known.get(name, -math.inf) < _TRUST_S and not note.hint:
+            self._sources.serves(name, len(tokens))
             self._know(name)
             return
         task = self._running.get(name)
@@ -84,7 +84,10 @@ class Puller:
     async def _pull(self, name: str, note: RequestNote, tokens: Any, obj: Any) -> None:
         try:
             async with asyncio.timeout(self._limit_s):
-                source = await self._sources.find(note.hint, name, list(tokens), obj)
+                try:
+                    source = await self._sources.find(note.hint, name, list(tokens), obj)
+                finally:  # not sooner: else the controller would name this engine
+                    self._sources.serves(name, len(tokens))
                 note.source = source.name
                 await self._move(source, name, note, list(tokens), obj)
         except NoSource as why:

@@ -28,6 +28,7 @@ _ADDRESS_S = 30.0  # how long the addresses of a source are believed
 _TAG_S = 5.0
 _REPORT_S = 0.2
 _CALL_S = 5.0
+_SILENT_S = 5.0
 
 
 class NoSource(Exception):
@@ -70,6 +71,7 @@ class Sources:
         self._peers = httpx.AsyncClient(timeout=_CALL_S, trust_env=False)
         self._controller: httpx.AsyncClient | None = None
         self._signer = Signer(read_secret(config.sglang.secret_file))
+        self._silent_until_s = 0.0
         self._push_url = ""
         if lmcache.controller_host is not None:
             host = f"[{lmcache.controller_host}]" if ":" in lmcache.controller_host else lmcache.controller_host
@@ -228,10 +230,17 @@ class Sources:
         return answer
 
     async def _controller_answer(self, method: str, path: str, body: Any) -> dict[str, Any] | None:
-        """None for 404. Raises `NoSource`."""
+        """None for 404. Raises `NoSource`; at once, for a while after it did not answer: not every turn is to wait."""
         assert self._controller is not None
+        if time.monotonic() < self._silent_until_s:
+            raise NoSource("the controller did not answer a moment ago")
         try:
             reply = await self._controller.request(method, path, json=body)
             return None if reply.status_code == 404 else reply.raise_for_status().json()
         except (httpx.HTTPError, ValueError) as error:
+            if isinstance(error, httpx.TransportError):
+                self._silent_until_s = time.monotonic() + _SILENT_S
             raise NoSource(f"the controller: {error or type(error).__name__}") from error
+        except asyncio.CancelledError:  # the request's deadline
+            self._silent_until_s = time.monotonic() + _SILENT_S
+            raise
