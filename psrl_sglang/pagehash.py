@@ -15,6 +15,7 @@ _SEED = b"sglang-cache-namespace-v1"
 
 
 def namespace_seed(extra_key: str | None, cache_salt: str | None) -> bytes:
+    cache_salt = cache_salt or None  # as SGLang: an empty salt is none, an empty extra key is one
     if extra_key is None and cache_salt is None:
         return b""
     digest = hashlib.sha256(_SEED)

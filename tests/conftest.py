@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from psrl_sglang.lab.models import make_model
 from psrl_sglang.lab.servers import Generation, Server
 from psrl_sglang.lab.zygote import Zygote
+
+settings.register_profile("any machine", deadline=None)
+settings.load_profile("any machine")
 
 ServerFactory = Callable[..., Server]
 
