@@ -31,7 +31,7 @@ def _make(
     """Write a random-weight Qwen3 model with its tokenizer; a directory that already holds it is reused."""
     try:
         path = make_model(directory, seed=seed, preset=preset)
-    except (ModelDirectoryError, ValueError) as error:
+    except (ModelDirectoryError, OSError, ValueError) as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(path)
 
