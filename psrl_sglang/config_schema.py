@@ -66,7 +66,7 @@ class LMCacheSettings(_Section):
 
     enable: bool = _switch(False, "Keep KV outside the device (offload tiers).")
     backend: Literal["cpu", "disk", "remote"] = _setting(
-        "cpu", "one of cpu, disk, remote", "Where offloaded KV goes."
+        "cpu", "one of cpu, disk, remote", "The farthest tier that must be there."
     )
     offload_size_gb: float = _setting(
         100.0, "a number > 0", "Offload budget in GiB, summed over all TP ranks.", gt=0
@@ -104,13 +104,13 @@ class LMCacheSettings(_Section):
         None, "a host name or address, or null", "Host of the controller."
     )
     controller_base_port: int = _port(9000, "HTTP port of the controller.")
-    controller_pull_port: int = _port(8300, "Controller port on which workers register and send heartbeats.")
-    controller_reply_port: int = _port(8400, "Controller port on which workers receive commands.")
+    controller_pull_port: int = _port(8300, "Controller port for reports of workers.")
+    controller_reply_port: int = _port(8400, "Controller port on which workers register and send heartbeats.")
     controller_health_timeout_s: float = _setting(
         3000.0, "a number of seconds > 0", "Longest wait for the controller to become healthy.", gt=0
     )
     gpu_pin_block_budget: int = _setting(
-        0, "a whole number >= 0 (0 = no limit)", "Most device KV blocks pinned at a time for moves.", ge=0
+        0, "a whole number >= 0 (0 = no limit)", "Most device pages pinned at a time.", ge=0
     )
 
 
@@ -171,6 +171,7 @@ class SGLangSettings(_Section):
         "Keeps the KV of unrelated runs apart in shared stores.",
         pattern=r"^[^|]*$",
     )
+    pin_arena: bool = _switch(True, "Page-lock the DRAM tier for CUDA, where that is possible.")
     read_ahead_timeout_s: float = _setting(
         2.0, "a number of seconds > 0", "Longest wait of a request for its KV from disk or remote.", gt=0
     )
