@@ -70,13 +70,16 @@ mooncake: $(VENV)/.ready
 	$(BIN)/pip install --quiet --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1 msgpack
 	@$(BIN)/python -m pytest -m mooncake
 
-bench: $(VENV)/.ready
-	@$(BIN)/python benchmarks/overhead.py
-	@$(BIN)/python benchmarks/bump_stall.py
-	@$(BIN)/python benchmarks/tiers.py
-	@$(BIN)/python benchmarks/transports.py
-	@$(BIN)/python benchmarks/moves.py
-	@$(BIN)/python benchmarks/reroute.py
+# The plots of the suite need matplotlib.
+$(VENV)/.bench: $(VENV)/.ready
+	$(BIN)/pip install --quiet --editable '.[bench]'
+	@touch $@
+
+# All benchmarks; make bench BENCH='--quick' or BENCH='--only tiers moves' for some. LMCache and the routers are
+# compared with where their folders are there.
+BENCH_PEERS = $(if $(wildcard $(LMCACHE)/.ready),--lmcache $(LMCACHE)) $(if $(wildcard $(ROUTERS)/.ready),--routers $(ROUTERS))
+bench: $(VENV)/.bench
+	@$(BIN)/python benchmarks/suite.py $(BENCH_PEERS) $(BENCH)
 
 clean:
 	rm -rf $(VENV) $(LMCACHE) $(ROUTERS)

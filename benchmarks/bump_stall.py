@@ -9,7 +9,6 @@ Also: how long ``POST /flush_cache`` takes while these requests run.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -19,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import httpx
+from results import Row, Target, at_most, write_rows
 
 from psrl_sglang.lab.models import make_model
 from psrl_sglang.lab.servers import Server
@@ -26,6 +26,11 @@ from psrl_sglang.lab.zygote import Zygote
 
 WINDOW_S = 1.0
 SETTINGS = {"psrl": {"sglang": {"max_version_lag": 0}}}
+_RATIO = "ratio of gaps"
+_LIMITS_MS: dict[str, Target] = {
+    "scheduler time per change, longest ms": at_most(50),
+    "flush_cache while running, p99 ms": at_most(100),
+}
 
 
 class Stream:
@@ -65,6 +70,22 @@ def percentile(values: list[float], share: float) -> float:
     return sorted(values)[min(int(len(values) * share), len(values) - 1)]
 
 
+def tidy(figures: dict, options: argparse.Namespace) -> list[Row]:
+    """Those that are times or the ratio; how many requests there were is the case."""
+    return [
+        Row(
+            benchmark="bump_stall",
+            case=f"{options.requests} requests, at most {options.running} running",
+            metric=name.removesuffix(" ms"),
+            value=value,
+            unit="ms" if name.endswith(" ms") else "ratio" if name == _RATIO else "requests",
+            target=_LIMITS_MS.get(name),
+        )
+        for name, value in figures.items()
+        if name.endswith(" ms") or name in (_RATIO, "requests crossing per change")
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=64)
@@ -87,7 +108,7 @@ def main() -> None:
     for name, value in figures.items():
         print(f"{name:40} {value}")
     if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1))
+        write_rows(options.json, tidy(figures, options))
 
 
 def measure(server: Server, options: argparse.Namespace, source: random.Random) -> dict:
@@ -132,7 +153,7 @@ def measure(server: Server, options: argparse.Namespace, source: random.Random) 
         "requests crossing per change": round(counters["crossing_requests"] / max(counters["changes"], 1), 1),
         "largest token gap, quiet, median ms": round(quiet * 1e3, 1),
         "largest token gap, change, median ms": round(change * 1e3, 1),
-        "ratio of gaps": round(change / quiet, 3),
+        _RATIO: round(change / quiet, 3),
         "flush_cache while running, median ms": round(statistics.median(flush_s) * 1e3, 2),
         "flush_cache while running, p99 ms": round(percentile(flush_s, 0.99) * 1e3, 2),
     }

@@ -1,6 +1,6 @@
 """What the gateway costs: latency and CPU of a request through it, through smg, and without either.
 
-    python benchmarks/gateway.py [--smg COMMAND] [--sglang-router PYTHON] [--requests 400]
+    python benchmarks/gateway.py [--smg COMMAND] [--sglang-router PYTHON] [--routers DIR] [--requests 400]
 
 A fast upstream answers everything with the same bytes, so what is measured is the proxy. Requests of the three ways
 are interleaved, one at a time; CPU is that of the proxy's process, over the whole run. Without `--smg` and
@@ -8,6 +8,8 @@ are interleaved, one at a time; CPU is that of the proxy's process, over the who
 
     python -m venv /tmp/smg && /tmp/smg/bin/pip install smg==1.13.0 sglang-router==0.3.2
     python benchmarks/gateway.py --smg /tmp/smg/bin/smg --sglang-router /tmp/smg/bin/python
+
+`--routers` names the folder that tests/routers/install.sh filled, and stands for both.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pathlib import Path
 
 import httpx
 import uvloop
+from results import Row, write_rows
 
 _REPLY = json.dumps(
     {"text": "", "output_ids": [1], "meta_info": {"id": "1", "finish_reason": {"type": "length"}}}
@@ -45,12 +48,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--smg", default="", help="The smg command to compare with.")
     parser.add_argument("--sglang-router", default="", help="A Python that has it.")
+    parser.add_argument("--routers", type=Path, help="The folder tests/routers/install.sh filled.")
     parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--json", type=Path, help="also write the rows here")
     parser.add_argument("--upstream", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.upstream:
         uvloop.run(_upstream(options.upstream))
         return
+    if options.routers is not None:
+        here = str(options.routers.resolve())
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH", ""))))
+        options.smg = options.smg or f"{here}/bin/smg"
+        options.sglang_router = options.sglang_router or sys.executable
+    rows: list[Row] = []
     with ExitStack() as owned:
         upstream = f"http://127.0.0.1:{_free_port()}"
         _start(owned, [sys.executable, __file__, "--upstream", upstream.rsplit(":", 1)[1]], upstream)
@@ -75,10 +86,12 @@ def main() -> None:
             pids["sglang-router"] = _start(owned, command, ways["sglang-router"])
         for name, body in _BODIES.items():
             count = options.requests if len(body) < 1000 else max(50, options.requests // 3)
-            _compare(name, body, count, ways, pids)
+            rows += _compare(name, body, count, ways, pids)
+    if options.json is not None:
+        write_rows(options.json, rows)
 
 
-def _compare(name: str, body: bytes, count: int, ways: dict[str, str], pids: dict[str, int]) -> None:
+def _compare(name: str, body: bytes, count: int, ways: dict[str, str], pids: dict[str, int]) -> list[Row]:
     taken: dict[str, list[float]] = {way: [] for way in ways}
     before_s: dict[str, float] = {}
     with httpx.Client(timeout=30, trust_env=False) as client:
@@ -106,6 +119,32 @@ def _compare(name: str, body: bytes, count: int, ways: dict[str, str], pids: dic
     for way in cpu_s.keys() - {"gateway"}:
         latency = statistics.median(taken["gateway"]) / statistics.median(taken[way])
         print(f"  gateway / {way}: latency {latency:.2f}, CPU {cpu_s['gateway'] / cpu_s[way]:.2f}")
+    return _tidy(len(body), count, taken, cpu_s)
+
+
+def _tidy(size_bytes: int, count: int, taken: dict[str, list[float]], cpu_s: dict[str, float]) -> list[Row]:
+    def row(case: str, metric: str, value: float, unit: str) -> Row:
+        return Row(
+            benchmark="gateway",
+            case=case,
+            x_name="bytes of the body",
+            x=size_bytes,
+            metric=metric,
+            value=value,
+            unit=unit,
+        )
+
+    medians_s = {way: statistics.median(times) for way, times in taken.items()}
+    rows = [row(way, "latency, median", 1e3 * median_s, "ms") for way, median_s in medians_s.items()]
+    rows += [row(way, "latency, p10", 1e3 * sorted(times)[count // 10], "ms") for way, times in taken.items()]
+    rows += [row(way, "CPU a request", 1e3 * seconds / count, "ms") for way, seconds in cpu_s.items()]
+    for way in (way for way in medians_s if way != "gateway"):
+        rows.append(
+            row(f"gateway / {way}", "ratio of latencies", medians_s["gateway"] / medians_s[way], "ratio")
+        )
+    for way in (way for way in cpu_s if way != "gateway"):
+        rows.append(row(f"gateway / {way}", "ratio of CPU", cpu_s["gateway"] / cpu_s[way], "ratio"))
+    return rows
 
 
 def _cpu_s(pid: int) -> float:

@@ -11,7 +11,6 @@ Ratios of medians; nothing is asserted, run it on a quiet machine.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -20,12 +19,15 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from results import Row, at_most, write_rows
+
 from psrl_sglang.lab.models import make_model
 from psrl_sglang.lab.servers import Server
 from psrl_sglang.lab.zygote import Zygote
 from psrl_sglang.transfer.client import MoveClient, MoveResult
 
 LENGTHS_TOKENS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16000)
+OVER_LOCAL = at_most(1.3)  # asked for above the crossover
 ARGS = (
     *("--max-total-tokens", "40960", "--page-size", "16", "--weight-version", "1"),
     *("--context-length", "16384"),
@@ -131,6 +133,55 @@ def measure_policy(a: Engine, b: Engine, source: random.Random) -> list[dict[str
     return rows
 
 
+def tidy(rows: list[dict[str, Any]]) -> list[Row]:
+    figures = {
+        "recompute_ms": ("computed there", "ms"),
+        "move_ms": ("the move", "ms"),
+        "request_after_move_ms": ("the request after the move", "ms"),
+        "local_host_hit_ms": ("a local DRAM hit", "ms"),
+        "over_local": ("(move + request there) / (move + local DRAM hit)", "ratio"),
+        "recompute_over_move": ("computed there / (move + request there)", "ratio"),
+        "GB_per_s": ("the move's rate", "GB/s"),
+    }
+    found: list[Row] = []
+    for row in rows:
+        if "tokens" in row:
+            above_crossover = row["recompute_over_move"] > 1
+            found += [
+                Row(
+                    benchmark="moves",
+                    case=row["transport"],
+                    x_name="prompt tokens",
+                    x=row["tokens"],
+                    metric=metric,
+                    value=row[name],
+                    unit=unit,
+                    target=OVER_LOCAL if name == "over_local" and above_crossover else None,
+                )
+                for name, (metric, unit) in figures.items()
+            ]
+        elif "auto_tokens" in row:
+            moved = row["decision"] == "moved"
+            found.append(
+                Row(
+                    benchmark="moves",
+                    case="move_policy: auto",
+                    x_name="prompt tokens",
+                    x=row["auto_tokens"],
+                    metric="whether it was moved",
+                    value=float(moved),
+                    unit="yes or no",
+                    note="" if moved else row["decision"],
+                )
+            )
+        elif row["crossover_tokens"] is not None:
+            value = row["crossover_tokens"]
+            found.append(
+                Row(benchmark="moves", case="", metric="crossover, at most", value=value, unit="tokens")
+            )
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--channel", default="auto", help="psrl.lmcache.p2p_transfer_channel")
@@ -155,12 +206,15 @@ def main() -> None:
         measure(a, b, 512, 1, source)  # warm both
         rows = [measure(a, b, length, options.repeats, source) for length in LENGTHS_TOKENS]
         worth = [row["tokens"] for row in rows if row["recompute_over_move"] > 1]
-        rows.append({"crossover_tokens": f"at most {worth[0]}" if worth else "none"})
+        rows.append({"crossover_tokens": worth[0] if worth else None})
         rows += measure_policy(a, start("c", "auto"), source)
     for row in rows:
-        print("  ".join(f"{name} {value}" for name, value in row.items()))
+        if "crossover_tokens" in row:
+            print("crossover_tokens", f"at most {worth[0]}" if worth else "none")
+        else:
+            print("  ".join(f"{name} {value}" for name, value in row.items()))
     if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1))
+        write_rows(options.json, tidy(rows))
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ bootstrap interval, over all pairs and per prompt length. Nothing is asserted: r
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
 import time
 from pathlib import Path
+
+from results import Row, write_rows
 
 from psrl_sglang.lab.models import make_model
 from psrl_sglang.lab.servers import Server
@@ -69,6 +70,29 @@ def measure(stock: Server, ours: Server, pairs: int, source: random.Random) -> l
     return rows
 
 
+def tidy(rows: list[dict]) -> list[Row]:
+    figures = {
+        "stock_ms": ("TTFT, stock", "ms"),
+        "psrl_ms": ("TTFT, psrl", "ms"),
+        "ratio": ("TTFT psrl / stock", "ratio"),
+        "ratio_p5": ("TTFT psrl / stock, low end of the 90 % interval", "ratio"),
+        "ratio_p95": ("TTFT psrl / stock, high end of the 90 % interval", "ratio"),
+    }
+    return [
+        Row(
+            benchmark="overhead",
+            case=row["kind"],
+            x_name="prompt tokens",
+            x=row["prompt_tokens"],
+            metric=metric,
+            value=row[name],
+            unit=unit,
+        )
+        for name, (metric, unit) in figures.items()
+        for row in rows
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=30, help="requests per prompt length and kind")
@@ -99,7 +123,7 @@ def main() -> None:
             f"{row['ratio']:>7.3f}  {row['ratio_p5']:.3f} .. {row['ratio_p95']:.3f}"
         )
     if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1))
+        write_rows(options.json, tidy(rows))
 
 
 if __name__ == "__main__":

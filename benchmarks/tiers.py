@@ -11,7 +11,6 @@ SGLang. Ratios of medians; nothing is asserted, run it on a quiet machine.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import statistics
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lmcache_peer import LMCachePeer
+from results import Row, write_rows
 
 from psrl_sglang.lab.models import make_model
 from psrl_sglang.lab.servers import Server
@@ -41,6 +41,15 @@ ARGS = (
     "16384",
 )
 SETTINGS = {"psrl": {"lmcache": {"enable": True, "offload_size_gb": 3.0}}}
+_ALONE = {  # figures by name: case, metric, unit
+    "miss_over_stock": ("1,024 tokens", "TTFT of a miss, tiers on / stock", "ratio"),
+    "dram_store_gb_per_s": ("psrl", "DRAM stored to", "GB/s"),
+    "dram_load_gb_per_s": ("psrl", "DRAM loaded from", "GB/s"),
+    "lmcache_store_gb_per_s": ("lmcache", "DRAM stored to", "GB/s"),
+    "lmcache_load_gb_per_s": ("lmcache", "DRAM loaded from", "GB/s"),
+    "store_over_lmcache": ("", "stored to, psrl / lmcache", "ratio"),
+    "load_over_lmcache": ("", "loaded from, psrl / lmcache", "ratio"),
+}
 
 
 @dataclass
@@ -172,6 +181,39 @@ def report(hits: Times, overlap: Times, misses: Times, names: list[str]) -> list
     return rows
 
 
+def tidy(rows: list[dict[str, Any]]) -> list[Row]:
+    hits = {
+        "recompute_ms": ("TTFT, computed again", "ms"),
+        "device_hit_ms": ("TTFT, device hit", "ms"),
+        "host_hit_ms": ("TTFT, loaded", "ms"),
+        "recompute_over_host": ("computed again / loaded", "ratio"),
+        "host_minus_device_ms": ("loaded, minus a device hit", "ms"),
+    }
+    overlap = {
+        "load_ms": ("TTFT, the loaded part alone", "ms"),
+        "prefill_ms": ("TTFT, the computed part alone", "ms"),
+        "both_ms": ("TTFT, both", "ms"),
+        "both_over_longer": ("both / the longer of the two", "ratio"),
+    }
+    found: list[Row] = []
+    for row in rows:
+        for name, value in row.items():
+            if "server" in row and name in hits:
+                metric, unit = hits[name]
+                axis = {"x_name": "prompt tokens", "x": row["prompt_tokens"]}
+                found.append(
+                    Row(benchmark="tiers", case=row["server"], metric=metric, value=value, unit=unit, **axis)
+                )
+            elif "overlap" in row and name in overlap:
+                metric, unit = overlap[name]
+                case = f"{row['overlap'].replace('+', ' loaded + ')} computed tokens"
+                found.append(Row(benchmark="tiers", case=case, metric=metric, value=value, unit=unit))
+            elif "server" not in row and "overlap" not in row:
+                case, metric, unit = _ALONE[name]
+                found.append(Row(benchmark="tiers", case=case, metric=metric, value=value, unit=unit))
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, help="prompts of each length")
@@ -213,7 +255,7 @@ def main() -> None:
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     if options.json is not None:
-        options.json.write_text(json.dumps(rows, indent=1))
+        write_rows(options.json, tidy(rows))
 
 
 if __name__ == "__main__":

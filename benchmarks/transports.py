@@ -1,6 +1,6 @@
 """What a move costs over what its bytes cost: each transport, end to end, against the bare way it uses.
 
-    python benchmarks/transports.py [cma|tcp|nixl|idle ...]
+    python benchmarks/transports.py [cma|tcp|nixl|idle ...] [--turns 7] [--idle-s 10] [--json FILE]
 
 End to end is one move between two processes by way of their move workers: lease, handshake, reservation, bytes,
 checksums at both ends, publication. The bare ways are, for CMA, a copy of the same bytes in one thread; for TCP,
@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "transfer"))
 
 from peer import PeerOptions
 from peer_process import PeerProcess, tokens_of
+from results import Row, at_least, not_run, write_rows
 
 from psrl_sglang.store.arena import Arena
 from psrl_sglang.transfer.client import MoveClient
@@ -44,22 +46,43 @@ PAGE_BYTES = SIZE_BYTES // PAGES
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", default=["cma", "tcp", "nixl", "idle"])
+    parser.add_argument("--turns", type=int, default=TURNS, help="moves of which the best counts")
+    parser.add_argument("--idle-s", type=float, default=IDLE_S, help="how long an idle worker is watched")
+    parser.add_argument("--json", type=Path, help="also write the rows here")
     parser.add_argument("--nixl-target", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.nixl_target:
         nixl_target()
         return
     go_first()
-    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; {SIZE_BYTES >> 20} MiB; best of {TURNS}")
+    print(
+        f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; {SIZE_BYTES >> 20} MiB; best of {given.turns}"
+    )
     bare = {"cma": memcpy, "tcp": loopback, "nixl": nixl_write}
+    rows: list[Row] = []
+    if not has_nixl():
+        print("nixl: not installed, not run")
+        rows.append(not_run("transports", "nixl", "neither nixl-cu12 nor nixl-cu13 is installed"))
+        del bare["nixl"]
     for name in given.what:
         if name == "idle":
-            for channel in bare:
-                print(f"idle {channel}: {idle_share(channel):.2%} of a core")
-        else:
+            rows += [report_idle(channel, given.idle_s) for channel in bare]
+        elif name in bare:
             with bare[name]() as bare_once:
                 for chunk_bytes in (32 * MIB, 4 * MIB):
-                    report(name, chunk_bytes, bare_once)
+                    rows += report(name, chunk_bytes, bare_once, given.turns)
+    if given.json is not None:
+        write_rows(given.json, rows)
+
+
+def has_nixl() -> bool:
+    for package in ("nixl-cu12", "nixl-cu13"):
+        try:
+            metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        return True
+    return False
 
 
 def go_first() -> None:
@@ -71,15 +94,44 @@ def go_first() -> None:
         print("not allowed to go before other processes: the ratios are those of a busy machine")
 
 
-def report(name: str, chunk_bytes: int, bare_once: Callable[[], float]) -> None:
+def report(name: str, chunk_bytes: int, bare_once: Callable[[], float], turns: int) -> list[Row]:
     with moves(name, chunk_bytes) as move_once:
-        pairs = [(bare_once(), move_once()) for _ in range(TURNS)]
+        pairs = [(bare_once(), move_once()) for _ in range(turns)]
     bare_s, move_s = (min(one) for one in zip(*pairs, strict=True))
     ratio, target = bare_s / move_s, TARGETS[name]
     print(
         f"{name}, chunks of {chunk_bytes // MIB} MiB: {SIZE_BYTES / move_s / 1e9:.2f} GB/s end to end, "
         f"{SIZE_BYTES / bare_s / 1e9:.2f} bare, ratio {ratio:.2f} (target {target:.2f})"
         f"{'' if ratio >= target else '  BELOW'}"
+    )
+    case = f"{name}, chunks of {chunk_bytes // MIB} MiB"
+    rates = {"end to end": SIZE_BYTES / move_s / 1e9, "the bare way": SIZE_BYTES / bare_s / 1e9}
+    rows = [
+        Row(benchmark="transports", case=case, metric=metric, value=rate, unit="GB/s")
+        for metric, rate in rates.items()
+    ]
+    rows.append(
+        Row(
+            benchmark="transports",
+            case=case,
+            metric="end to end / the bare way",
+            value=ratio,
+            unit="ratio",
+            target=at_least(target),
+        )
+    )
+    return rows
+
+
+def report_idle(channel: str, seconds: float) -> Row:
+    share = idle_share(channel, seconds)
+    print(f"idle {channel}: {share:.2%} of a core")
+    return Row(
+        benchmark="transports",
+        case=channel,
+        metric="an idle worker's CPU",
+        value=share * 100,
+        unit="% of a core",
     )
 
 
@@ -197,8 +249,8 @@ def nixl_target() -> None:
     transport.close()
 
 
-def idle_share(channel: str) -> float:
-    """Of a core, by a worker that has moved something, over ``IDLE_S``."""
+def idle_share(channel: str, seconds: float) -> float:
+    """Of a core, by a worker that has moved something, over so many seconds."""
     tokens = tokens_of(8)
     with ExitStack() as running:
         a, b = (
@@ -210,8 +262,8 @@ def idle_share(channel: str) -> float:
         assert client.transfer_direct(tokens, a.command, b.data, "1").ok
         time.sleep(1.0)
         before_s = [peer.cpu_s() for peer in (a, b)]
-        time.sleep(IDLE_S)
-        return max(peer.cpu_s() - was_s for peer, was_s in zip((a, b), before_s, strict=True)) / IDLE_S
+        time.sleep(seconds)
+        return max(peer.cpu_s() - was_s for peer, was_s in zip((a, b), before_s, strict=True)) / seconds
 
 
 if __name__ == "__main__":
