@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from psrl_sglang.doctor.result import CheckResult
 
 _SOMETHING_FAILS = 1
 _BAD_INPUT = 2
@@ -32,18 +36,29 @@ def _doctor(
     nixl_backends: Annotated[
         bool, typer.Option("--nixl-backends", help="Try every backend of NIXL, not only UCX.")
     ] = False,
+    gpu: Annotated[
+        bool, typer.Option("--gpu", help="Try the copies between a device and DRAM instead, on that device.")
+    ] = False,
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help="The device of --gpu: cuda:N, or cpu; default: cuda:0.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """What this host would use to move KV to others, and why nothing better; changes nothing.
 
-    Exit status 0, 1 if something fails, 2 for bad input. The controller's token is PSRL_CONTROLLER_TOKEN.
+    Exit status 0, 1 if something fails or is wrong, 2 for bad input or no such device. The controller's token is
+    PSRL_CONTROLLER_TOKEN.
     """
+    if gpu:
+        if config or peer or controller or nixl_backends:
+            _refuse("--gpu: it looks at a device alone; drop the options other than --device and --json")
+        _try_gpu(device or "cuda:0", as_json)
+        return
+    if device is not None:
+        _refuse("--device: it is the one that --gpu tries; add --gpu")
     from urllib.parse import urlsplit
 
     from psrl_sglang.doctor.plan import plan, read_settings
-    from psrl_sglang.doctor.report import as_json as to_json
-    from psrl_sglang.doctor.report import show
-    from psrl_sglang.doctor.result import any_failed
     from psrl_sglang.doctor.runner import run_all
     from psrl_sglang.transfer.link import TransferError
 
@@ -58,13 +73,32 @@ def _doctor(
         checks = plan(settings, ranks=tp, peers=peer or [], controller=controller, is_deep=nixl_backends)
     except TransferError as error:
         _refuse(f"--peer: {error}")
-    results = [about_settings, *run_all(checks)]
+    _tell([about_settings, *run_all(checks)], as_json)
+
+
+def _try_gpu(name: str, as_json: bool) -> None:
+    from psrl_sglang.doctor.gpu import NoSuchDeviceError, find_device, try_device
+
+    try:
+        device = find_device(name)
+    except NoSuchDeviceError as error:
+        _tell([error.result], as_json, failed=_BAD_INPUT)
+        return
+    _tell(try_device(device), as_json)
+
+
+def _tell(results: Sequence[CheckResult], as_json: bool, *, failed: int = _SOMETHING_FAILS) -> None:
+    """Print the results, and exit with ``failed`` if any is bad."""
+    from psrl_sglang.doctor.report import as_json as to_json
+    from psrl_sglang.doctor.report import show
+    from psrl_sglang.doctor.result import any_failed
+
     if as_json:
         typer.echo(to_json(results))
     else:
         show(results)
     if any_failed(results):
-        raise typer.Exit(_SOMETHING_FAILS)
+        raise typer.Exit(failed)
 
 
 def _refuse(text: str) -> NoReturn:

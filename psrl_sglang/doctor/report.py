@@ -9,7 +9,14 @@ from dataclasses import asdict
 
 from psrl_sglang.doctor.result import CheckResult, State, any_failed
 
-_STYLES = {State.OK: "green", State.WARN: "yellow", State.FAIL: "bold red", State.SKIP: "dim"}
+_STYLES = {
+    State.OK: "green",
+    State.WARN: "yellow",
+    State.FAIL: "bold red",
+    State.SKIP: "dim",
+    State.SLOW: "yellow",
+    State.WRONG: "bold red",
+}
 _PLAIN_WIDTH = 140  # where there is no terminal
 
 

@@ -12,6 +12,8 @@ class State(StrEnum):
     WARN = "warn"  # works, but not as well as it could, or not with every peer
     FAIL = "fail"
     SKIP = "skip"  # not asked for, or of no use here
+    SLOW = "slow"  # right, and far from what the device can do
+    WRONG = "wrong"  # other bytes than there should be
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,5 +42,13 @@ def skip(name: str, found: str) -> CheckResult:
     return CheckResult(name, State.SKIP, found)
 
 
+def slow(name: str, found: str, remedy: str) -> CheckResult:
+    return CheckResult(name, State.SLOW, found, remedy)
+
+
+def wrong(name: str, found: str, remedy: str) -> CheckResult:
+    return CheckResult(name, State.WRONG, found, remedy)
+
+
 def any_failed(results: Sequence[CheckResult]) -> bool:
-    return any(result.state is State.FAIL for result in results)
+    return any(result.state in (State.FAIL, State.WRONG) for result in results)

@@ -16,13 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
-from sglang.srt.mem_cache.unified_cache.unified_cache_linker import LayerWiseLoadCounter, UnifiedCacheLinker
+from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from psrl_sglang.engine.copier import Copier, make_copier
+from psrl_sglang.engine.copier import Copier, make_copier, page_lock
 from psrl_sglang.engine.estimates import LoadOrRecompute
 from psrl_sglang.engine.geometry import PoolGeometry, build_pool_group, pool_geometry
+from psrl_sglang.engine.layers import LoadCounter, load_layers
 from psrl_sglang.engine.linker_jobs import Load, LookedUp, Offload, Place
 from psrl_sglang.keys import count, page_keys, pool_salt
+from psrl_sglang.platforms.device import open_queue
 from psrl_sglang.store.chunk import Wanted
 from psrl_sglang.store.dram import Lease, Reservation
 from psrl_sglang.store.store import KVStore
@@ -37,7 +39,7 @@ _CLOSE_S = 10.0
 
 
 class PsrlLinker(UnifiedCacheLinker):
-    layer_done_counter: LayerWiseLoadCounter
+    layer_done_counter: LoadCounter
     pools: dict[PoolName, Any]
 
     def __init__(
@@ -59,7 +61,7 @@ class PsrlLinker(UnifiedCacheLinker):
             str(name): pool_geometry(entry, self.group.num_layers) for name, entry in self.pools.items()
         }
         self.device = self.group.entries[0].kv_buffer[0].device
-        self.layer_done_counter = LayerWiseLoadCounter(self.group.num_layers)
+        self.layer_done_counter = LoadCounter(self.group.num_layers)
         self.place = Place("", 0, None, 0)
         self.agree: Callable[[bool], bool] = bool  # whether something holds on every rank
         # For tests: called on the loader thread before each layer, and on the offload thread before each job.
@@ -80,15 +82,24 @@ class PsrlLinker(UnifiedCacheLinker):
         self._threads: list[threading.Thread] = []
 
     def open(
-        self, store: KVStore, identity: Callable[[str], str], choice: LoadOrRecompute, *, is_async: bool
+        self,
+        store: KVStore,
+        identity: Callable[[str], str],
+        choice: LoadOrRecompute,
+        *,
+        is_async: bool,
+        pin_arena: bool,
     ) -> None:
         """Take the store, which is closed together with the linker, and start the threads. ``identity`` says
         whose weights a tag names."""
         self.store = store
         self.choice = choice
         self._identity = identity
+        arena = store.dram.arena
+        if pin_arena:
+            page_lock(arena, self.device)
         self._copiers: list[Copier] = [
-            make_copier(store.dram.arena, list(self.geometry.values()), self.device) for _ in range(2)
+            make_copier(arena, list(self.geometry.values()), open_queue(self.device)) for _ in range(2)
         ]
         self._loads: queue.SimpleQueue[tuple[int, list[Load], list[Any]] | None] = queue.SimpleQueue()
         self._offloads: queue.SimpleQueue[Offload | None] = queue.SimpleQueue()
@@ -231,12 +242,9 @@ class PsrlLinker(UnifiedCacheLinker):
                 if (indices := [i for load in loads for n, i, _ in load.slots if n == name])
                 and (offsets := [o for load in loads for n, _, o in load.slots if n == name])
             ]
-            for layer in range(self.group.num_layers):
-                if self.before_layer is not None:
-                    self.before_layer(layer)
-                for pool, rows, offsets in by_pool:
-                    self._copiers[0].to_device(pool, layer, rows, offsets)
-                self.layer_done_counter.complete(index, layer)
+            load_layers(
+                self._copiers[0], self.layer_done_counter, index, by_pool, before_layer=self.before_layer
+            )
             size_bytes = sum(len(offsets) * pool.page_bytes for pool, _, offsets in by_pool)
             seconds = time.perf_counter() - began_s
             self.choice.observe_load(size_bytes, seconds)

@@ -230,7 +230,7 @@ class Sources:
         return answer
 
     async def _controller_answer(self, method: str, path: str, body: Any) -> dict[str, Any] | None:
-        """None for 404. Raises `NoSource`; at once, for a while after it did not answer: not every turn is to wait."""
+        """None for 404. Raises `NoSource`; at once for a while after it did not answer: turns are not to wait."""
         assert self._controller is not None
         if time.monotonic() < self._silent_until_s:
             raise NoSource("the controller did not answer a moment ago")

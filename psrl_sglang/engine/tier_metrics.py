@@ -55,6 +55,7 @@ COUNTERS = {
 _GAUGES = {
     "used": _Metric("tier_used_bytes", ("tier",), "Bytes in use."),
     "budget": _Metric("tier_budget_bytes", ("tier",), "Bytes that may be in use."),
+    "locked": _Metric("tier_page_locked_bytes", ("tier",), "Bytes that a device copies to and from by itself."),
     "depth": _Metric("tier_queue_depth", ("queue",), "Offloads, requests or chunks that wait."),
     "breaker": _Metric("tier_breaker_open", ("tier",), "1 while a remote store is left alone."),
     "prefill": _Metric("prefill_tokens_per_second", (), "Estimated speed of prefill; NaN: not known yet."),
@@ -128,7 +129,9 @@ class TierMirror:
         for entry in store.stats.snapshot():
             self._count(entry["name"], entry["labels"], entry["total"])
         self._set("used", store.dram.used_bytes, tier="dram")
-        self._set("budget", store.dram.arena.size_bytes, tier="dram")
+        arena = store.dram.arena
+        self._set("budget", arena.size_bytes, tier="dram")
+        self._set("locked", arena.size_bytes if arena.is_page_locked else 0, tier="dram")
         if store.disk is not None:
             self._set("used", store.disk.used_bytes, tier="disk")
             self._set("budget", store.disk.budget_bytes, tier="disk")

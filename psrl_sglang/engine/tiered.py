@@ -54,7 +54,13 @@ class TieredTree(HiCacheTree):
         )
         bytes_per_token = sum(pool.page_bytes for pool in layout.pools) // layout.page_tokens
         choice = LoadOrRecompute(config.sglang.load_policy, bytes_per_token)
-        cache_linker.open(store, settings.identity.of, choice, is_async=config.lmcache.enable_async_loading)
+        cache_linker.open(
+            store,
+            settings.identity.of,
+            choice,
+            is_async=config.lmcache.enable_async_loading,
+            pin_arena=config.sglang.pin_arena,
+        )
         gate = None
         if store.has_late_pages:
             gate = Gate(self, cache_linker, wait_s=config.sglang.read_ahead_timeout_s, ranks=ranks)  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """The reference CPU platform: run SGLang, and everything in this package, without an accelerator.
 
 `SGLANG_PLATFORM=psrl_cpu` selects it. Importing this package imports neither SGLang nor torch, so the entry
-point is free for processes that run on another platform.
+point is free for processes that run on another platform. What copies ask of a device, CUDA's included, is in
+`device`, which needs torch alone.
 """
 
 import os

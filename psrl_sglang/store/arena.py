@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import mmap
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in the mmap module yet
 _POPULATE_STEP_BYTES = 1 << 26
+
+
+class PageLock(Protocol):
+    """What keeps memory page-locked until it is closed."""
+
+    def close(self) -> None: ...
 
 
 class Arena:
@@ -28,6 +35,7 @@ class Arena:
         self.slots = slots
         self.slot_bytes = slot_bytes
         self.fd = -1
+        self._lock: PageLock | None = None
         size_bytes = slots * slot_bytes
         flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         try:
@@ -63,12 +71,28 @@ class Arena:
     def give(self, slot: int) -> None:
         self._free.append(slot)
 
+    @property
+    def is_page_locked(self) -> bool:
+        return self._lock is not None
+
+    def page_lock(self, lock: Callable[[np.ndarray, int], PageLock]) -> None:
+        """Have ``lock(memory, slot_bytes)`` page-lock the memory, so that a device can copy to and from it by
+        itself. The arena owns what comes back, and closes it before it gives up the mapping. What ``lock`` raises
+        goes through, and the arena is as before."""
+        if self._lock is not None:
+            raise RuntimeError("an arena is page-locked once")
+        self._lock = lock(self.memory, self.slot_bytes)
+
     def view(self, slot: int, first_byte: int, size_bytes: int) -> memoryview:
         """Bytes of a slot. Valid while the caller keeps the slot from being given back."""
         begin = slot * self.slot_bytes + first_byte
         return memoryview(self.memory)[begin : begin + size_bytes]
 
     def close(self) -> None:
+        """No device may be copying. May be called more than once."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
         self.memory: Any = np.empty(0, dtype=np.uint8)
         self._map: Any = None
         if self.fd >= 0:

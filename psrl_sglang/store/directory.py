@@ -230,6 +230,7 @@ def read_old_file(path: Path, directory: Directory, layout: KVLayout) -> OldFile
         raise BadChunk("of another layout")
     if path != directory.file(header.tag, header.name):
         raise BadChunk("in another one's place")
+    payload_bytes = padded(header.pages * header.page_bytes)
     stat = path.stat()
     size_bytes = max(stat.st_size, stat.st_blocks * 512)
-    return OldFile(path, header, size_bytes, stat.st_size - padded(header.pages * page_bytes), stat.st_mtime)
+    return OldFile(path, header, size_bytes, stat.st_size - payload_bytes, stat.st_mtime)

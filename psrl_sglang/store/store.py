@@ -146,6 +146,7 @@ class KVStore:
                 "pages": len(dram.index),
                 "busy_chunks": dram.busy_chunks(),
                 "huge_pages": dram.arena.has_huge_pages,
+                "page_locked": dram.arena.is_page_locked,
                 "pages_by_tag": dram.pages_by_tag(),
             }
         }

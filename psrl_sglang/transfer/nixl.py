@@ -26,7 +26,8 @@ from psrl_sglang.store.arena import Arena
 from psrl_sglang.transfer.link import Deadline, Link, PeerLost, TransferError
 from psrl_sglang.transfer.transport import TransportUnusable
 
-_BATCH_BYTES = 8 << 20  # one request: its post holds the agent's lock while it copies
+_MOST_BYTES = 16 << 20  # of one request: its post holds the agent's lock while it copies
+_LEAST_BYTES = 2 << 20  # of the last ones: little is left to check when they are there
 _PROGRESS_US = 50_000  # NIXL asks for 0, at which an idle agent burns a core; events wake the thread anyhow
 _LONGEST_PAUSE_S = 0.001
 _MOST_READERS = 64  # threads of all moves; made when they are needed
@@ -244,25 +245,28 @@ class NixlTransport:
 
 
 def _batches(pieces: Sequence[memoryview]) -> Iterator[int]:
-    """Up to which piece each request goes."""
-    size = 0
+    """Up to which piece each request goes: half of what is left, within limits."""
+    size, left = 0, sum(map(len, pieces))
     for index, piece in enumerate(pieces, 1):
         size += len(piece)
-        if size >= _BATCH_BYTES or index == len(pieces):
+        if size >= min(_MOST_BYTES, max(_LEAST_BYTES, left // 2)) or index == len(pieces):
             yield index
+            left -= size
             size = 0
 
 
 def _ranges(
     link: Link, way: _Way, pieces: Sequence[memoryview], places: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """Where from, where to, and how much. Raises `TransferError`."""
+    """Where from, where to, and how much, neighbours at both ends in one. Raises `TransferError`."""
     ranges: list[tuple[int, int, int]] = []
     for piece, place in zip(pieces, places, strict=True):
         size = len(piece)
         if not 0 <= place <= way.size_bytes - size:
             raise TransferError(f"{link.peer} grants {size} bytes at {place}, outside of its arena")
         here, there = np.frombuffer(piece, dtype=np.uint8).ctypes.data, way.address + place
+        if ranges and ranges[-1][0] + ranges[-1][2] == here and ranges[-1][1] + ranges[-1][2] == there:
+            here, there, size = ranges[-1][0], ranges[-1][1], ranges.pop()[2] + size
         ranges.append((here, there, size))
     return ranges
 

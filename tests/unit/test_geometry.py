@@ -11,6 +11,7 @@ os.environ.setdefault("SGLANG_PLATFORM", "psrl_cpu")  # read when SGLang is impo
 
 import numpy as np
 import torch
+from device_support import CudaLikeQueue, FakeRuntime
 from sglang.srt.mem_cache.memory_pool import (
     MHATokenToKVPool,
     MHATokenToKVPoolFP4,
@@ -22,9 +23,10 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from psrl_sglang.engine import copier
+from psrl_sglang.engine import copier, device_copiers
 from psrl_sglang.engine.geometry import build_pool_group, kv_layout, pool_geometry
 from psrl_sglang.keys import KEY_BYTES, page_keys, pool_salt
+from psrl_sglang.platforms.device import HostQueue
 from psrl_sglang.store.arena import Arena
 
 PAGE = 16
@@ -111,13 +113,20 @@ def by_page(buffer, entry):
 def make_copier(kind, arena, geometries):
     if kind == "direct":
         return copier.DirectCopier(arena, geometries)
-    return copier.StagedCopier(arena, torch.device("cpu"))
+    if kind == "staged":
+        return device_copiers.StagedCopier(arena, HostQueue(torch.device("cpu")))
+    return device_copiers.PinnedCopier(arena, geometries, CudaLikeQueue(FakeRuntime()))
 
 
-@pytest.mark.parametrize("kind", ["direct", "staged"])
+KINDS = ["direct", "staged", "pinned"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", POOLS)
 def test_pages_come_back_byte_for_byte_and_layer_by_layer(name, kind, monkeypatch):
-    monkeypatch.setattr(copier, "_STAGING_BYTES", 5000)  # several steps; less than a row in the larger pools
+    # Several steps; less than a row, or a page, in the larger pools.
+    monkeypatch.setattr(device_copiers, "_STAGING_BYTES", 5000)
+    monkeypatch.setattr(device_copiers, "_DEVICE_BUFFER_BYTES", 5000)
     pool, random = Pool(name), np.random.default_rng(len(name))
     for geometry in pool.parts:
         entry = geometry.entry
@@ -165,7 +174,7 @@ def test_slots_that_are_no_pages_of_the_pool_are_an_error(name, slots):
             geometry.page_rows(torch.tensor(list(slots)))
 
 
-@pytest.mark.parametrize("kind", ["direct", "staged"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_place_outside_is_an_error_before_a_byte_is_copied(kind):
     (geometry,) = Pool("mha").parts
     arena = Arena(2, geometry.page_bytes)

@@ -323,6 +323,7 @@ def test_status_is_plain_and_says_what_there_is(tmp_path: Path, open_store: Open
     status = json.loads(json.dumps(store.status()))
     assert status["tiers"]["dram"]["pages"] == status["tiers"]["disk"]["pages"] == 8
     assert status["tiers"]["dram"]["pages_by_tag"] == {"1": 8}
+    assert status["tiers"]["dram"]["page_locked"] is False
     assert status["tiers"]["dram"]["used_bytes"] == 2 * SLOT_BYTES
     assert status["tiers"]["disk"]["used_bytes"] >= disk_bytes(tmp_path)
     assert status["queues"] == {"write_disk": 0, "write_remote": 0, "fetch": 0}

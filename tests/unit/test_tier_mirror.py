@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -82,10 +83,19 @@ def test_use_budget_and_queues(store: KVStore, shown: Shown):
     shown.mirror.update()
     assert shown("tier_used_bytes", tier="dram") == 2 * SLOT_BYTES
     assert shown("tier_budget_bytes", tier="dram") == 4 * SLOT_BYTES
+    assert shown("tier_page_locked_bytes", tier="dram") == 0
     assert shown("tier_used_bytes", tier="disk") is not None
     assert shown("tier_budget_bytes", tier="disk") == 1 << 20
     assert shown("tier_queue_depth", queue="write_disk") == 0
     assert shown("tier_queue_depth", queue="fetch") == 0
+
+
+def test_memory_that_is_page_locked_is_shown(store: KVStore, shown: Shown):
+    lock = SimpleNamespace(close=lambda: None)
+    store.dram.arena.page_lock(lambda memory, slot_bytes: lock)
+    shown.mirror.update()
+    assert shown("tier_page_locked_bytes", tier="dram") == 4 * SLOT_BYTES
+    assert store.status()["tiers"]["dram"]["page_locked"] is True
 
 
 def test_estimates_are_unknown_then_numbers_then_never(store: KVStore):
