@@ -84,7 +84,7 @@ async def lookup(
     found: list[Held] = []
     for keys, workers in wanted.items():
         salt = compose_salt(keys.tag, cache_salt)
-        if len(tokens) > _TOKENS_HASHED_HERE:
+        if len(wanted) * len(tokens) > _TOKENS_HASHED_HERE:
             chunks = await asyncio.to_thread(_chunk_keys, tokens, keys.page_tokens, extra_key, salt)
         else:
             chunks = _chunk_keys(tokens, keys.page_tokens, extra_key, salt)

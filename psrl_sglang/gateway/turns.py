@@ -148,6 +148,7 @@ class Turns:
 
     def _chosen(self, ids: Iterable[str] | None, count: int | None, among: list[Session]) -> list[Session]:
         if ids is not None:
-            return [session for session in map(self.get, ids) if session in among]
+            eligible = {session.id for session in among}
+            return [session for session in map(self.get, ids) if session.id in eligible]
         ordered = sorted(among, key=lambda one: (one.running > 0, self._tokens_of(one.id), one.created_s))
         return ordered if count is None else ordered[:count]
