@@ -26,7 +26,7 @@ from psrl_sglang.store.arena import Arena
 from psrl_sglang.transfer.link import Deadline, Link, PeerLost, TransferError
 from psrl_sglang.transfer.transport import TransportUnusable
 
-_MOST_BYTES = 16 << 20  # of one request: its post holds the agent's lock while it copies
+_MOST_BYTES = 64 << 20  # of one request: its post holds the agent's lock while it copies
 _LEAST_BYTES = 2 << 20  # of the last ones: little is left to check when they are there
 _PROGRESS_US = 50_000  # NIXL asks for 0, at which an idle agent burns a core; events wake the thread anyhow
 _LONGEST_PAUSE_S = 0.001
@@ -113,7 +113,7 @@ class NixlTransport:
         way: _Way,
         pieces: Sequence[memoryview],
         places: Sequence[int],
-        read: Callable[[int], None],
+        read: Callable[[int], None] | None,
         deadline: Deadline,
     ) -> None:
         done = 0
@@ -123,7 +123,8 @@ class NixlTransport:
                 self._write(link, way, _ranges(link, way, pieces[done:upto], places[done:upto]), deadline)
                 link.send(Written(upto), deadline)
                 # NIXL copies in this thread where it cannot leave that to a card, and has just had these at hand.
-                reading.append(self._readers.submit(_each, read, done, upto))
+                if read is not None:
+                    reading.append(self._readers.submit(_each, read, done, upto))
                 done = upto
         finally:
             wait(reading)

@@ -30,11 +30,12 @@ class TcpTransport:
         way: None,
         pieces: Sequence[memoryview],
         places: Sequence[int],
-        read: Callable[[int], None],
+        read: Callable[[int], None] | None,
         deadline: Deadline,
     ) -> None:
         for index, piece in enumerate(pieces):
-            read(index)  # which brings it into the cache
+            if read is not None:
+                read(index)  # which brings it into the cache
             link.send_views([piece], deadline)
 
     def receive(

@@ -53,12 +53,12 @@ class Transport(Protocol):
         way: Any,
         pieces: Sequence[memoryview],
         places: Sequence[int],
-        read: Callable[[int], None],
+        read: Callable[[int], None] | None,
         deadline: Deadline,
     ) -> None:
-        """Deliver ``pieces``, each to its ``place`` in the other arena. Calls ``read`` with the index of each once,
-        when it is cheapest to read, on any thread. They stay as they are until this returns, or after it raised
-        until ``is_drained``. Raises `TransferError`."""
+        """Deliver ``pieces``, each to its ``place`` in the other arena. Calls ``read``, where it is
+        given, with the index of each once, when it is cheapest to read, on any thread. They stay as they are until
+        this returns, or after it raised until ``is_drained``. Raises `TransferError`."""
         ...
 
     def receive(
