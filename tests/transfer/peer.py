@@ -296,7 +296,7 @@ class Peer:
         elif name == "tcp":
             transport.send = _paced(transport.send, lambda: self.pace_s)
         else:
-            nixl._BATCH_BYTES = 1
+            nixl._MOST_BYTES = 1
             transport._write = _after(lambda: self.pace_s, transport._write)
 
 
@@ -312,7 +312,8 @@ def _paced(send: Callable[..., Any], pause_s: Callable[[], float]) -> Callable[.
     def slow(link: Any, way: Any, pieces: Any, places: Any, read: Any, deadline: Deadline) -> None:
         def later(index: int) -> None:
             time.sleep(pause_s())
-            read(index)
+            if read is not None:
+                read(index)
 
         send(link, way, pieces, places, later, deadline)
 
