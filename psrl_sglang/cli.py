@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from psrl_sglang.commands import refuse
 from psrl_sglang.controller.cli import register as register_controller
 from psrl_sglang.doctor.cli import register as register_doctor
 from psrl_sglang.gateway.cli import register as register_gateway
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from psrl_sglang.config import PsrlConfig
     from psrl_sglang.sizing import ModelShape, OffloadSize
 
-_BAD_INPUT = 2
 
 app = typer.Typer(
     name="psrl-sglang",
@@ -50,8 +50,7 @@ def check(
     try:
         config = load_config(file)
     except ConfigError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(_BAD_INPUT) from error
+        refuse(str(error))
     _show_settings(config, show_all)
 
 
@@ -100,8 +99,7 @@ def size(
         exact = exact_offload_gb(shape, sequences, mean_tokens, tp, kv_dtype)
         reference_gb = reference_offload_gb(shape.num_layers, shape.hidden_size, sequences, mean_tokens)
     except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(_BAD_INPUT) from error
+        refuse(str(error))
     if as_json:
         typer.echo(json.dumps(_size_figures(exact, reference_gb, tp)))
     else:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from psrl_sglang.serving import (
+from psrl_sglang.commands import (
     BAD_INPUT,
     LogLevel,
     NotAllowed,

@@ -13,6 +13,7 @@ import msgspec
 import uvicorn
 import zmq.asyncio
 
+from psrl_sglang.commands import NotAllowed, is_loopback
 from psrl_sglang.controller.app import create_app
 from psrl_sglang.controller.core import Core
 from psrl_sglang.controller.events import Feed
@@ -23,7 +24,6 @@ from psrl_sglang.controller.orders import Orders
 from psrl_sglang.controller.recent import Moves, Sessions
 from psrl_sglang.controller.registry import Limits, Registry
 from psrl_sglang.controller.sockets import PortInUse, WorkerSockets
-from psrl_sglang.serving import NotAllowed, is_loopback
 from psrl_sglang.transfer.ask import AsyncAsker
 from psrl_sglang.transfer.auth import Signer
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from psrl_sglang.commands import BAD_INPUT, refuse
 
 if TYPE_CHECKING:
     from psrl_sglang.doctor.result import CheckResult
 
 _SOMETHING_FAILS = 1
-_BAD_INPUT = 2
 
 
 def register(app: typer.Typer) -> None:
@@ -51,11 +52,11 @@ def _doctor(
     """
     if gpu:
         if config or peer or controller or nixl_backends:
-            _refuse("--gpu: it looks at a device alone; drop the options other than --device and --json")
+            refuse("--gpu: it looks at a device alone; drop the options other than --device and --json")
         _try_gpu(device or "cuda:0", as_json)
         return
     if device is not None:
-        _refuse("--device: it is the one that --gpu tries; add --gpu")
+        refuse("--device: it is the one that --gpu tries; add --gpu")
     from urllib.parse import urlsplit
 
     from psrl_sglang.doctor.plan import plan, read_settings
@@ -65,14 +66,14 @@ def _doctor(
     if controller is not None and (
         urlsplit(controller).scheme not in ("http", "https") or not urlsplit(controller).hostname
     ):
-        _refuse(f"--controller: {controller!r} is no URL such as http://10.0.0.1:9000")
+        refuse(f"--controller: {controller!r} is no URL such as http://10.0.0.1:9000")
     if config is not None and not config.lstrip().startswith("{") and not Path(config).is_file():
-        _refuse(f"--config: there is no file {config}")
+        refuse(f"--config: there is no file {config}")
     settings, about_settings = read_settings(config)
     try:
         checks = plan(settings, ranks=tp, peers=peer or [], controller=controller, is_deep=nixl_backends)
     except TransferError as error:
-        _refuse(f"--peer: {error}")
+        refuse(f"--peer: {error}")
     _tell([about_settings, *run_all(checks)], as_json)
 
 
@@ -82,7 +83,7 @@ def _try_gpu(name: str, as_json: bool) -> None:
     try:
         device = find_device(name)
     except NoSuchDeviceError as error:
-        _tell([error.result], as_json, failed=_BAD_INPUT)
+        _tell([error.result], as_json, failed=BAD_INPUT)
         return
     _tell(try_device(device), as_json)
 
@@ -99,8 +100,3 @@ def _tell(results: Sequence[CheckResult], as_json: bool, *, failed: int = _SOMET
         show(results)
     if any_failed(results):
         raise typer.Exit(failed)
-
-
-def _refuse(text: str) -> NoReturn:
-    typer.echo(text, err=True)
-    raise typer.Exit(_BAD_INPUT)

@@ -13,10 +13,9 @@ import httpx
 
 from psrl_sglang.doctor.pairs import check_pairs
 from psrl_sglang.doctor.result import CheckResult, fail, ok, skip, warn
-from psrl_sglang.transfer.auth import MAX_SKEW_S
+from psrl_sglang.transfer.auth import CONTROLLER_TOKEN_VARIABLE, MAX_SKEW_S
 
 CALL_S = 5.0
-TOKEN_VARIABLE = "PSRL_CONTROLLER_TOKEN"
 _DATE_ERROR_S = 2.0  # it has whole seconds, and the call takes some time
 _MOST_CLOCKS = 16
 _MOST_MESSAGE = 200
@@ -65,8 +64,12 @@ def check_controller(url: str, token: str, ports: ControllerPorts) -> list[Check
 def _token(reply: httpx.Response, token: str) -> CheckResult:
     name = "controller token"
     if reply.status_code == 401:
-        text = f"the one of {TOKEN_VARIABLE} is not its token" if token else "it wants one, and none is set"
-        return fail(name, text, f"{TOKEN_VARIABLE}: what its --token-file holds, for every engine")
+        text = (
+            f"the one of {CONTROLLER_TOKEN_VARIABLE} is not its token"
+            if token
+            else "it wants one, and none is set"
+        )
+        return fail(name, text, f"{CONTROLLER_TOKEN_VARIABLE}: what its --token-file holds, for every engine")
     if reply.status_code != 200:
         return fail(name, f"/instances: {reply.status_code} {reply.text[:_MOST_MESSAGE]}")
     return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from psrl_sglang.doctor.places import is_loopback
+from psrl_sglang.commands import is_loopback
 from psrl_sglang.doctor.result import CheckResult, fail, ok
 from psrl_sglang.transfer.handshake import PROTOCOL, Challenge
 from psrl_sglang.transfer.link import (

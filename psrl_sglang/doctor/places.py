@@ -8,14 +8,9 @@ from collections.abc import Sequence
 
 import psutil
 
+from psrl_sglang.commands import is_loopback
 from psrl_sglang.config import PsrlConfig
 from psrl_sglang.doctor.result import CheckResult, fail, ok, skip, warn
-
-_LOOPBACK = ("127.", "::1", "localhost")
-
-
-def is_loopback(host: str) -> bool:
-    return host.strip("[]").startswith(_LOOPBACK)
 
 
 def is_of_this_machine(host: str) -> bool:

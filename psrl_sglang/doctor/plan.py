@@ -6,17 +6,19 @@ import os
 from collections.abc import Sequence
 from functools import partial
 
+from psrl_sglang.commands import is_loopback
 from psrl_sglang.config import ConfigError, PsrlConfig, load_config
 from psrl_sglang.doctor.cma import check_cma
-from psrl_sglang.doctor.controller import TOKEN_VARIABLE, ControllerPorts, check_controller
+from psrl_sglang.doctor.controller import ControllerPorts, check_controller
 from psrl_sglang.doctor.memory import check_memory
 from psrl_sglang.doctor.nixl import check_nixl
 from psrl_sglang.doctor.pagehash import check_page_hash
 from psrl_sglang.doctor.peers import check_peer, is_remote
-from psrl_sglang.doctor.places import check_move_host, check_ports, is_loopback
+from psrl_sglang.doctor.places import check_move_host, check_ports
 from psrl_sglang.doctor.result import CheckResult, fail, ok, skip
 from psrl_sglang.doctor.runner import Check
 from psrl_sglang.doctor.secrets import check_secret
+from psrl_sglang.transfer.auth import CONTROLLER_TOKEN_VARIABLE
 
 _PROCESS_S = 45.0
 _EVERY_BACKEND_S = 240.0
@@ -65,7 +67,7 @@ def plan(
     if controller is None:
         checks.append(Check("controller", _no_controller))
     else:
-        token = os.environ.get(TOKEN_VARIABLE, "").strip()
+        token = os.environ.get(CONTROLLER_TOKEN_VARIABLE, "").strip()
         checks.append(Check("controller", partial(check_controller, controller, token, ports), _CONTROLLER_S))
     return checks + [Check(f"peer {peer}", partial(check_peer, peer)) for peer in peers]
 

@@ -6,8 +6,8 @@ import os
 import stat
 from pathlib import Path
 
+from psrl_sglang.commands import is_loopback
 from psrl_sglang.config import PsrlConfig
-from psrl_sglang.doctor.places import is_loopback
 from psrl_sglang.doctor.result import CheckResult, fail, ok, skip, warn
 from psrl_sglang.transfer.auth import SECRET_VARIABLE, read_secret
 

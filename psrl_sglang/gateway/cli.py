@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from psrl_sglang.serving import (
+from psrl_sglang.commands import (
     LogLevel,
     NotAllowed,
     allow_many_connections,

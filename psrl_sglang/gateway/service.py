@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
+from psrl_sglang.commands import NotAllowed, is_loopback
 from psrl_sglang.gateway.admission import Admission
 from psrl_sglang.gateway.answers import ClientAborts, LoopLimits
 from psrl_sglang.gateway.call import Call
@@ -28,7 +29,6 @@ from psrl_sglang.gateway.selection import Selector
 from psrl_sglang.gateway.settings import Settings
 from psrl_sglang.gateway.turns import Turns
 from psrl_sglang.gateway.upstream import Upstream
-from psrl_sglang.serving import NotAllowed, is_loopback
 from psrl_sglang.transfer.client import AsyncMoveClient
 
 logger = logging.getLogger(__name__)

@@ -6,9 +6,11 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from psrl_sglang.commands import refuse
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from psrl_sglang.store.survey import BadFile, EngineDirectory, StoredChunk, TagUse
 
 _PROBLEMS = 1
-_BAD_INPUT = 2
 _HOUR_S = 3600.0
 _PLAIN_WIDTH = 112  # where there is no terminal, the table decides how wide the output is
 
@@ -56,7 +57,7 @@ def _ls(
             listed.append((directory, by_tag(chunks), len(bad)))
         size_bytes = total_bytes(disk_path)
     except SurveyError as error:
-        _refuse(error)
+        refuse(str(error))
     if as_json:
         shown = [_directory_figures(*entry) for entry in listed]
         typer.echo(json.dumps({"disk_path": str(disk_path), "bytes": size_bytes, "directories": shown}))
@@ -86,7 +87,7 @@ def _verify(
     try:
         surveyed = [(directory, *survey(directory)) for directory in directories(disk_path)]
     except SurveyError as error:
-        _refuse(error)
+        refuse(str(error))
     chunks = [chunk for _, found, _ in surveyed for chunk in found]
     size_bytes = sum(chunk.size_bytes for chunk in chunks)
     bad_files = 0
@@ -150,7 +151,7 @@ def _gc(
         found = directories(disk_path, layout)
         excess = None if to_size_gb is None else total_bytes(disk_path) - int(to_size_gb * GIB)
     except SurveyError as error:
-        _refuse(error)
+        refuse(str(error))
     before_s = None if older_than is None else time.time() - older_than * _HOUR_S
     chosen = _choose([directory for directory in found if not directory.in_use], keep_tag, before_s, excess)
     console = _console()
@@ -240,7 +241,7 @@ def _bench(
             if not as_json:
                 typer.echo(f"{figure.name}: {figure.value:.2f} {figure.unit}", err=True)
     except BenchError as error:
-        _refuse(error)
+        refuse(str(error))
     if as_json:
         typer.echo(json.dumps({"options": options.as_dict(), "figures": [one.as_dict() for one in figures]}))
     else:
@@ -330,11 +331,6 @@ class _Progress:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
-
-
-def _refuse(error: Exception) -> NoReturn:
-    typer.echo(str(error), err=True)
-    raise typer.Exit(_BAD_INPUT) from error
 
 
 def _size(size_bytes: int) -> str:

@@ -10,9 +10,9 @@ import pytest
 from controller_support import SECRET, FakeWorker, RunningController, options, status, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 
+from psrl_sglang.commands import NotAllowed
 from psrl_sglang.controller.events import Feed
 from psrl_sglang.controller.service import ControllerService
-from psrl_sglang.serving import NotAllowed
 from psrl_sglang.transfer import messages as wire
 
 TOKEN = "a-token-of-the-controller"

@@ -14,11 +14,11 @@ from controller_support import options as controller_options
 from controller_support import status as worker_status
 from gateway_support import FakeEngine, ask, gateway_of, run, until
 
+from psrl_sglang.commands import is_loopback
 from psrl_sglang.config_problem import ConfigError
 from psrl_sglang.gateway.cost_model import CostModel
 from psrl_sglang.gateway.settings import Settings, clean_url
 from psrl_sglang.gateway.settings_file import load_settings
-from psrl_sglang.serving import is_loopback
 from psrl_sglang.transfer import messages as wire
 
 COMMAND = str(Path(sys.executable).with_name("psrl-sglang"))

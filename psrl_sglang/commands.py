@@ -1,4 +1,4 @@
-"""What controller and gateway have in common: who may ask, where they listen, how they end."""
+"""What commands have in common: how they refuse; of those that serve, who may ask, where they listen, their end."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def shown_host(host: str) -> str:
 
 def is_loopback(host: str) -> bool:
     try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
 
