@@ -74,7 +74,7 @@ def benchmarks(peers: Peers, *, is_quick: bool) -> list[Benchmark]:
     ]
     if (HERE / "peers.py").is_file():  # it says itself who is not here
         more = (*with_lmcache, *_option("--lmbenchmark", peers.lmbenchmark, "DIR"))
-        found.append(sized("peers", (), 900, ("--quick",), 300, more=more))
+        found.append(sized("peers", (), 1500, ("--quick",), 300, more=more))
     return found
 
 
