@@ -16,6 +16,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from psrl_sglang.config import ConfigError, PsrlConfig, load_config
 from psrl_sglang.engine import activation, seams
 from psrl_sglang.engine.activation import EXIT_REFUSED, attach_settings, refuse, settings_of
+from psrl_sglang.engine.resolved import Resolved
 
 _ENGINE_MODULE = "sglang.srt.entrypoints.engine"
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
@@ -139,12 +140,13 @@ def _around_launch(original: Callable[..., Any], cls: Any, server_args: Any, *ar
     config = settings_of(server_args)
     if config is None:
         return original(cls, server_args, *args, **kwargs)
-    server_args.resolve_once()
+    resolved = Resolved(server_args)
+    _refuse_arguments(resolved)  # SGLang may have chosen what the user did not
     _refuse_model(server_args)
     if config.lmcache.enable:
         from psrl_sglang.engine import tier_start
 
-        tier_start.check_before_start(config, server_args)
+        tier_start.check_before_start(config, resolved)
     with activation.exporting(config), _ended_by_refusal():
         launched = original(cls, server_args, *args, **kwargs)
     _require_versioned_schedulers(launched[3].scheduler_infos)

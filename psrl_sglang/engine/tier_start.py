@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from psrl_sglang.config import PsrlConfig
 from psrl_sglang.config_problem import LMCACHE
 from psrl_sglang.engine.activation import refuse
+from psrl_sglang.engine.resolved import Resolved
 from psrl_sglang.keys import KVLayout
 from psrl_sglang.store.arena import Arena
 from psrl_sglang.store.directory import ROOT, disk_bytes
@@ -86,9 +87,8 @@ def _with_our_storage(extra_config: str | None) -> str:
     return json.dumps({**given, **ours})
 
 
-def check_before_start(config: PsrlConfig, server_args: Any) -> None:
-    """End the process for everything about the tiers that can be seen to be wrong before a model is loaded.
-    Needs resolved arguments."""
+def check_before_start(config: PsrlConfig, server_args: Resolved) -> None:
+    """End the process for everything about the tiers that can be seen to be wrong before a model is loaded."""
     wrong = [
         *_wrong_arguments(config, server_args),
         *_wrong_memory(config, server_args),
@@ -99,7 +99,7 @@ def check_before_start(config: PsrlConfig, server_args: Any) -> None:
         refuse("\n  ".join(["the tiers cannot be set up as asked:", *wrong]))
 
 
-def _wrong_arguments(config: PsrlConfig, server_args: Any) -> list[str]:
+def _wrong_arguments(config: PsrlConfig, server_args: Resolved) -> list[str]:
     wrong = []
     page, chunk = server_args.page_size, config.lmcache.chunk_size
     if chunk % page:
@@ -118,11 +118,11 @@ def _wrong_arguments(config: PsrlConfig, server_args: Any) -> list[str]:
     return wrong
 
 
-def _local_ranks(server_args: Any) -> int:
+def _local_ranks(server_args: Resolved) -> int:
     return max(1, server_args.tp_size // max(1, server_args.nnodes))
 
 
-def _wrong_memory(config: PsrlConfig, server_args: Any) -> list[str]:
+def _wrong_memory(config: PsrlConfig, server_args: Resolved) -> list[str]:
     room = memory_room()
     share = config.lmcache.offload_size_gb * _local_ranks(server_args) / server_args.tp_size
     kept = config.lmcache.reserve_local_cpu_size
