@@ -94,4 +94,4 @@ def allow_many_connections() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     if wanted < _OPEN_FILES:
-        logger.warning("psrl: at most %d open files: raise `ulimit -n` for large fleets", wanted)
+        logger.info("psrl: at most %d open files: raise `ulimit -n` for large fleets", wanted)

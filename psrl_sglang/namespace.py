@@ -145,6 +145,10 @@ class VersionLedger:
         text = str(Tag(version, namespace=self._namespace, lagging=not self.is_strict))
         return text if text in self._orders else None
 
+    def labels(self) -> list[str]:
+        """What every remembered tag is called in status, the one installed first in front."""
+        return [tag.label for tag in self._tags.values()]
+
     def tags_of_version(self, version: str) -> tuple[str, ...]:
         """Every remembered tag of a version, its epochs included; empty when it was never installed here."""
         return tuple(text for text, tag in self._tags.items() if version in (tag.version, tag.label))

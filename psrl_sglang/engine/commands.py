@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MOST_NAMED = 16  # of versions, in an error
+
 
 class CommandRefused(ValueError):
     """A command that cannot be carried out; ``status`` is the HTTP status for it."""
@@ -211,14 +213,9 @@ class CommandHandler:
             return ledger.window()
         tags = ledger.tags_of_version(command.version)
         if not tags:
-            known = ", ".join(repr(label) for label in self._labels(tree))
+            known = ", ".join(map(repr, ledger.labels()[-_MOST_NAMED:]))
             raise CommandRefused(404, f"version {command.version!r} was never installed here; known: {known}")
         return tags
-
-    @staticmethod
-    def _labels(tree: VersionedTree) -> list[str]:
-        ledger = tree.versions.ledger
-        return [tag.label for text in ledger.window() if (tag := ledger.tag_for(text)) is not None]
 
     @staticmethod
     def _key(command: PsrlCommand, tag: str) -> RadixKey:

@@ -11,12 +11,12 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, TypeVar, cast
 from uuid import uuid4
 
-from fastapi import Response
+from fastapi import HTTPException, Request, Response
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from sglang.srt.managers import tokenizer_control_mixin
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
@@ -29,6 +29,9 @@ _COMMUNICATOR = "psrl"
 _FLUSH_PATH = "/flush_cache"
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31, strict=True)]
+
+
+_MOST_PROBLEMS = 5
 
 
 class _Body(BaseModel):
@@ -63,6 +66,9 @@ class UnpinBody(_Body):
 
 class RetireBody(_Body):
     version: str = Field(min_length=1)
+
+
+_Kind = TypeVar("_Kind", bound=_Body)
 
 
 def add_communicator() -> None:
@@ -175,14 +181,15 @@ def _add_routes(app: Any, caller: Caller) -> None:
 
     @app.post("/psrl/v1/lookup")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def lookup(body: PrefixBody) -> JSONResponse:
+    async def lookup(request: Request) -> JSONResponse:
         """How much of a prefix is on the device, and of which version. Changes nothing."""
-        return await caller.respond(_command("lookup", body))
+        return await caller.respond(_command("lookup", await _read(request, PrefixBody)))
 
     @app.post("/psrl/v1/pin")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def pin(body: PinBody) -> JSONResponse:
+    async def pin(request: Request) -> JSONResponse:
         """Keep a prefix on the device until unpinned or ``lease_s`` has passed."""
+        body = await _read(request, PinBody)
         pin_id, grant, lease_s = body.pin_id or uuid4().hex, uuid4().hex, caller.lease_s(body.lease_s)
         # The lease starts first: an answer that comes after the deadline must not leave a pin nobody ends.
         lease = caller.start_lease(pin_id, grant, lease_s)
@@ -196,16 +203,18 @@ def _add_routes(app: Any, caller: Caller) -> None:
 
     @app.post("/psrl/v1/unpin")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def unpin(body: UnpinBody) -> JSONResponse:
+    async def unpin(request: Request) -> JSONResponse:
         """Release one pin, or all of an owner."""
+        body = await _read(request, UnpinBody)
         return await caller.respond(
             PsrlCommand(operation="unpin", pin_id=body.pin_id or "", owner=body.owner or "")
         )
 
     @app.post("/psrl/v1/retire")
     @auth_level(AuthLevel.ADMIN_OPTIONAL)
-    async def retire(body: RetireBody) -> JSONResponse:
+    async def retire(request: Request) -> JSONResponse:
         """Evict all of a version that no request and no pin holds."""
+        body = await _read(request, RetireBody)
         return await caller.respond(PsrlCommand(operation="retire", version=body.version))
 
     @app.get("/psrl/v1/check")
@@ -213,6 +222,16 @@ def _add_routes(app: Any, caller: Caller) -> None:
     async def check() -> JSONResponse:
         """Check the books: per-version totals against the tree's, and SGLang's own tree check when idle."""
         return await caller.respond(PsrlCommand(operation="check"))
+
+
+async def _read(request: Request, kind: type[_Kind]) -> _Kind:
+    """SGLang's own answer to a body that does not fit repeats all of it, several times."""
+    try:
+        return kind.model_validate_json(await request.body())
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False, include_input=False)
+        told = [f"{'.'.join(map(str, one['loc'])) or 'body'}: {one['msg']}" for one in wrong[:_MOST_PROBLEMS]]
+        raise HTTPException(HTTPStatus.BAD_REQUEST, "; ".join(told)) from error
 
 
 def _command(operation: str, body: PrefixBody, **more: str) -> PsrlCommand:

@@ -151,6 +151,11 @@ def _change(tree: VersionedTree, install: Callable[[], object]) -> None:
     began_s = time.perf_counter()
     before = tree.versions.ledger.current
     if install() is False:
+        logger.warning(
+            "psrl: weights were loaded again as %s, which is installed: its KV is kept. Other weights need another "
+            "weight_version",
+            before,
+        )
         return
     crossing = tree.versions.settle_crossing()
     if tree.psrl_settings.clear_on_weight_update:

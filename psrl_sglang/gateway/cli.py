@@ -119,7 +119,6 @@ def _ready(options: Options, port: int, as_json: bool) -> str:
         return json.dumps({"ready": True, "host": options.host, "port": port, "pid": os.getpid()})
     host = shown_host(options.host)
     access = "with a token" if options.token else "open to all who reach it"
-    method = options.settings.routing.method
-    return (
-        f"gateway: http://{host}:{port} ({access}), {method}, {len(options.settings.gateway.workers)} workers"
-    )
+    method, ours = options.settings.routing.method, options.settings.gateway
+    more = f" and those of the controller at {ours.controller}" if ours.controller else ""
+    return f"gateway: http://{host}:{port} ({access}), {method}, {len(ours.workers)} workers{more}"

@@ -94,6 +94,7 @@ class Fleet:
         worker = Worker(url, self._next_index, origin)
         self._next_index += 1
         self._workers[url] = worker
+        logger.info("worker %s joins (%s)", url, origin)
         self.on_join(worker)
         self.on_change()
         return worker

@@ -38,6 +38,7 @@ def test_a_bad_body_is_refused_with_its_field_and_the_server_goes_on(server, pat
     reply = server.post(f"/psrl/v1/{path}", body)
     assert 400 <= reply.status_code < 500
     assert field in reply.text
+    assert len(reply.text) < 500  # and not the prompt, once more
     assert server.get("/psrl/v1/check").json()["ok"]
 
 
