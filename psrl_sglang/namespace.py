@@ -29,6 +29,11 @@ _MAX_PART_CHARACTERS = 56
 _MAX_REMEMBERED_TAGS = 4096
 
 
+def is_lagging(tag: str) -> bool:
+    """Whether a tag's text is that of an engine that accepts a lag."""
+    return tag.endswith(_LAG_MARKER)
+
+
 def _encode(part: str) -> str:
     # quote() leaves "~" alone, which would let a version forge the lag marker.
     text = quote(part, safe="").replace("~", "%7E") or "%"
@@ -107,6 +112,12 @@ class VersionLedger:
     def current(self) -> Tag:
         """The state of the weights right now; new KV is computed with it."""
         return self._current
+
+    @property
+    def current_name(self) -> str:
+        """What the caller named the weights that are installed; empty while they have no name of his."""
+        current = self._current
+        return current.version if not current.epoch or self._is_reinstalled(current) else ""
 
     @property
     def max_version_lag(self) -> int:

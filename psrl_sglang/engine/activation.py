@@ -18,6 +18,7 @@ from psrl_sglang.config import PsrlConfig, load_config
 
 _SETTINGS = "PSRL_SGLANG_SETTINGS"
 _INSTANCE = "PSRL_SGLANG_INSTANCE"
+_FINGERPRINT = "PSRL_SGLANG_FINGERPRINT"
 _RECORD_ATTRIBUTE = "_psrl_settings"
 EXIT_REFUSED = 2
 
@@ -33,6 +34,11 @@ def exported_instance() -> str:
     return os.environ[_INSTANCE]
 
 
+def exported_fingerprint() -> str:
+    """Of the checkpoint, as it was before any process of this engine read it."""
+    return os.environ[_FINGERPRINT]
+
+
 def settings_of(server_args: Any) -> PsrlConfig | None:
     """The settings attached to a ``ServerArgs`` record, if the plugin is switched on for it."""
     text = getattr(server_args, _RECORD_ATTRIBUTE, None)
@@ -45,15 +51,18 @@ def attach_settings(server_args: Any, config: PsrlConfig) -> None:
 
 
 @contextmanager
-def exporting(config: PsrlConfig) -> Iterator[None]:
-    """Child processes started inside the block find ``config`` and one fresh instance id."""
+def exporting(config: PsrlConfig, fingerprint: str) -> Iterator[None]:
+    """Child processes started inside the block find ``config``, the checkpoint's fingerprint and one fresh instance
+    id."""
     os.environ[_SETTINGS] = config.to_json()
     os.environ[_INSTANCE] = uuid4().hex[:12]
+    os.environ[_FINGERPRINT] = fingerprint
     try:
         yield
     finally:
         os.environ.pop(_SETTINGS, None)
         os.environ.pop(_INSTANCE, None)
+        os.environ.pop(_FINGERPRINT, None)
 
 
 def refuse(message: str) -> NoReturn:

@@ -157,6 +157,7 @@ class VersionControl:
             return None
         tag = self._ledger.tag_for(state.tag)
         return {
+            "installed_version": self._ledger.current_name,
             "oldest_version": tag.label if tag is not None else state.tag,
             "version_lag": state.lag,
             "crossed_versions": state.crossed,

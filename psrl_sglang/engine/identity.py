@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from psrl_sglang.namespace import is_lagging
 
 
 @dataclass(frozen=True, slots=True)
 class RunIdentity:
     """Two runs from the same checkpoint both have a version "1", with different weights. With
     ``psrl.sglang.namespace`` set, a run says which run it is, and its names are trusted in every store. Without,
-    only the weights it started with are known by name to others (``fingerprint``); a version that was installed
-    by an update is its own (``instance``), and no other run, restart or engine finds its KV.
+    only the weights it started with are known by name to others (``fingerprint``, empty where they cannot be told);
+    a version that was installed by an update is its own (``instance``), and no other run, restart or engine finds
+    its KV in a store.
+
+    What an engine with a lag caches under a version may be computed in part by later ones, in the order of this
+    engine, so it is always its own.
     """
 
     namespace: str
@@ -21,18 +26,20 @@ class RunIdentity:
     instance: str
 
     def of(self, tag: str) -> str:
+        """What the keys of a store have of it."""
+        if is_lagging(tag):
+            return f"{tag}\0{self.instance}"
         if self.namespace:
             return tag  # which begins with the namespace
-        return f"{tag}\0{self.fingerprint if tag == self.start_tag else self.instance}"
+        return f"{tag}\0{self._start if tag == self.start_tag else self.instance}"
 
+    def origin(self, tag: str, window: Sequence[str]) -> str:
+        """What must be the same at both ends of a move for ``tag`` to be the same KV. Without a namespace, engines
+        that started from one checkpoint are taken to be of one run; with a lag both must have had the same
+        versions, in the same order, for as long as KV of ``tag`` is used."""
+        run = "" if self.namespace else self._start if tag == self.start_tag else self.fingerprint
+        return " ".join((run, *window)) if is_lagging(tag) else run
 
-def checkpoint_fingerprint(model_path: str, revision: str | None) -> str:
-    """A short digest of which checkpoint a path holds: names, sizes and times of its files. A path that is no
-    directory (a hub id) is digested by its name and revision."""
-    digest = hashlib.sha256(f"{os.path.realpath(model_path)}\0{revision or ''}".encode())
-    if os.path.isdir(model_path):
-        for entry in sorted(os.scandir(model_path), key=lambda entry: entry.name):
-            if entry.is_file():
-                stat = entry.stat()
-                digest.update(f"{entry.name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
-    return digest.hexdigest()[:12]
+    @property
+    def _start(self) -> str:
+        return self.fingerprint or self.instance

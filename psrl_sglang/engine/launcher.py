@@ -16,6 +16,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from psrl_sglang.config import ConfigError, PsrlConfig, load_config
 from psrl_sglang.engine import activation, seams
 from psrl_sglang.engine.activation import EXIT_REFUSED, attach_settings, refuse, settings_of
+from psrl_sglang.engine.checkpoint import checkpoint_fingerprint
 from psrl_sglang.engine.resolved import Resolved
 
 _ENGINE_MODULE = "sglang.srt.entrypoints.engine"
@@ -147,7 +148,7 @@ def _around_launch(original: Callable[..., Any], cls: Any, server_args: Any, *ar
         from psrl_sglang.engine import tier_start
 
         tier_start.check_before_start(config, resolved)
-    with activation.exporting(config), _ended_by_refusal():
+    with activation.exporting(config, checkpoint_fingerprint(resolved)), _ended_by_refusal():
         launched = original(cls, server_args, *args, **kwargs)
     _require_versioned_schedulers(launched[3].scheduler_infos)
     return launched

@@ -201,7 +201,7 @@ class EngineMoves:
 
     def tag_of(self, version: str) -> str:
         if version == _DEFAULT_VERSION:
-            version = f"{version}@{self._identity.fingerprint}"
+            version = f"{version}@{self._identity.fingerprint or self._identity.instance}"
         text = self._ledger.named(version)
         if text is None:
             raise TransferError(
@@ -242,8 +242,7 @@ class EngineMoves:
         return self._linker.salt(pool, tag)
 
     def fingerprint(self, tag: str) -> str:
-        is_of_start = not self._identity.namespace and tag == self._identity.start_tag
-        return self._identity.fingerprint if is_of_start else ""
+        return self._identity.origin(tag, self._ledger.window())
 
     def left(self, session: str) -> None:
         self._leaving.tell(session)
@@ -260,10 +259,11 @@ class EngineMoves:
                 f"version {tag} is not in use at the destination, which serves {', '.join(window)}"
             )
         mine = self.fingerprint(tag)
-        if fingerprint and mine and fingerprint != mine:
+        if fingerprint != mine:
             raise PeerRefused(
-                f"version {tag} names another checkpoint at the destination ({mine}) than at the source "
-                f"({fingerprint}); give both one psrl.sglang.namespace if they are the same"
+                f"version {tag} may be other weights at the destination (from {mine!r}) than at the source (from "
+                f"{fingerprint!r}): they started from different checkpoints, or have a lag and had other versions. "
+                "If they are of one run, give both its psrl.sglang.namespace"
             )
         return lambda pool: self.salt(pool, tag)
 

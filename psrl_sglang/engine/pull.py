@@ -165,14 +165,9 @@ def install(
     app: Any,
     config: PsrlConfig,
     ask_engine: Callable[[], Awaitable[dict[str, Any]]],
-    tokenizer_manager: Callable[[], Any],
 ) -> None:
     """Fetch KV for the requests of this HTTP process from now on."""
     global _puller
 
-    def key() -> str | None:
-        args = tokenizer_manager().server_args
-        return args.admin_api_key or args.api_key
-
     app.add_middleware(NoteMiddleware)
-    _puller = Puller(config, Sources(config, ask_engine, key))
+    _puller = Puller(config, Sources(config, ask_engine))

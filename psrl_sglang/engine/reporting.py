@@ -38,6 +38,10 @@ def around_update_meta_info(
         note = getattr(state.obj, "_psrl_note", None)
         if note is not None and ours[index]:
             note.oldest_version = str(ours[index].get("oldest_version") or "")
-            note.weight_version = str(meta_info.get("weight_version") or "")
+            name = ours[index].get("installed_version")
+            if name == meta_info.get(
+                "weight_version"
+            ):  # SGLang's goes on saying the old name for unnamed weights
+                note.weight_version = str(name)
         customized_info = {key: values for key, values in customized_info.items() if key != _KEY}
     original(self, meta_info, state, customized_info, index, finish_reason)

@@ -100,7 +100,7 @@ def mount(app: Any, config: PsrlConfig) -> None:
     _replace_flush(app, caller)
     _add_routes(app, caller)
     if config.kv_transfer.enable:
-        pull.install(app, config, caller.moves, caller.tokenizer_manager)
+        pull.install(app, config, caller.moves)
 
 
 class CommandTimeout(TimeoutError):

@@ -11,10 +11,11 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import httpx
+import msgspec
 import zmq
 import zmq.asyncio
 
@@ -29,6 +30,20 @@ _TAG_S = 5.0
 _REPORT_S = 0.2
 _CALL_S = 5.0
 _SILENT_S = 5.0
+
+
+_MOST_FOUND = 1024
+_MOST_PEER_BYTES = 256 << 10
+_PLAIN = {"accept-encoding": "identity"}
+
+
+class _Rank(msgspec.Struct, frozen=True):
+    command_address: str
+
+
+class _Told(msgspec.Struct, frozen=True):
+    instance_id: str
+    ranks: Annotated[list[_Rank], msgspec.Meta(min_length=1, max_length=4096)]
 
 
 class NoSource(Exception):
@@ -63,11 +78,9 @@ class Sources:
         self,
         config: PsrlConfig,
         ask_engine: Callable[[], Awaitable[dict[str, Any]]],
-        key: Callable[[], str | None],
     ) -> None:
         lmcache = config.lmcache
         self._ask_engine = ask_engine
-        self._key = key
         self._peers = httpx.AsyncClient(timeout=_CALL_S, trust_env=False)
         self._controller: httpx.AsyncClient | None = None
         self._signer = Signer(read_secret(config.sglang.secret_file))
@@ -181,24 +194,53 @@ class Sources:
         return self._context
 
     async def _at(self, url: str) -> Source:
+        """An engine by its HTTP address. Anyone may name one with his request, so it is told nothing: no key, and
+        nothing that is long is read from it. One that wants a key is found by way of the controller."""
         cached = self._cached(url)
         if cached is not None:
             return cached
-        try:
-            key = self._key()
-            headers = {"authorization": f"Bearer {key}"} if key else {}
-            reply = await self._peers.get(f"{url.rstrip('/')}/psrl/v1/moves", headers=headers)
-            shown = reply.raise_for_status().json()
-            source = Source(shown["instance_id"], [rank["command_address"] for rank in shown["ranks"]])
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-            raise NoSource(
-                f"{url} does not say where its workers are: {error or type(error).__name__}"
-            ) from error
+        source = await self._registered(url) or await self._ask_peer(url)
         mine = await self.mine(within_s=_ADDRESS_S)
         if source.name == mine.name:
             raise NoSource("it is here")
-        self._found[url] = (time.monotonic(), source)
+        self._remember(url, source)
         return source
+
+    async def _registered(self, url: str) -> Source | None:
+        if self._controller is None:
+            return None
+        try:
+            shown = await self._get_controller("/instances") or {}
+        except NoSource:
+            return None
+        of_url = (
+            one["instance_id"] for one in shown.get("instances", ()) if one.get("http_url") == url.rstrip("/")
+        )
+        name = next(of_url, None)
+        return None if name is None else await self._named(name)
+
+    async def _ask_peer(self, url: str) -> Source:
+        body = b""
+        try:
+            async with self._peers.stream("GET", f"{url.rstrip('/')}/psrl/v1/moves", headers=_PLAIN) as reply:
+                reply.raise_for_status()
+                async for piece in reply.aiter_raw():
+                    body += piece
+                    if len(body) > _MOST_PEER_BYTES:
+                        raise NoSource("what is at the hinted address is no engine")
+            told = msgspec.json.decode(body, type=_Told)
+        except httpx.HTTPStatusError as error:
+            needs_key = error.response.status_code in (401, 403)
+            why = "it wants a key, so only a controller can tell" if needs_key else "it does not say so"
+            raise NoSource(f"where the workers of the hinted engine are: {why}") from error
+        except (httpx.HTTPError, httpx.InvalidURL, msgspec.MsgspecError, RecursionError) as error:
+            raise NoSource(f"the hinted engine does not answer: {type(error).__name__}") from error
+        return Source(told.instance_id, [rank.command_address for rank in told.ranks])
+
+    def _remember(self, key: str, source: Source) -> None:
+        if len(self._found) >= _MOST_FOUND:
+            self._found.clear()
+        self._found[key] = (time.monotonic(), source)
 
     async def _named(self, instance: str) -> Source:
         cached = self._cached(instance)
@@ -213,7 +255,7 @@ class Sources:
         if not workers:
             raise NoSource(f"the controller does not know {instance!r}")
         source = Source(instance, [f"{worker['ip']}:{worker['port']}" for worker in workers])
-        self._found[instance] = (time.monotonic(), source)
+        self._remember(instance, source)
         return source
 
     def _cached(self, key: str) -> Source | None:

@@ -110,6 +110,12 @@ def _wrong_arguments(config: PsrlConfig, server_args: Resolved) -> list[str]:
             f"--pp-size {server_args.pp_size}: SGLang's linker does not agree between pipeline stages; add "
             f"--enable-hierarchical-cache, or set {LMCACHE}.enable: false"
         )
+    if server_args.lora_paths:
+        wrong.append(
+            "--lora-paths: an adapter of the command line has one name for whatever is in its files, so that KV of "
+            "an earlier content would be found; load adapters with /load_lora_adapter, or set "
+            f"{LMCACHE}.enable: false"
+        )
     if config.lmcache.enable_p2p and server_args.enable_hierarchical_cache:
         wrong.append(
             f"{LMCACHE}.enable_p2p: true with --enable-hierarchical-cache: KV in HiCache's host pool cannot "

@@ -15,11 +15,13 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from psrl_sglang.config import PsrlConfig
 from psrl_sglang.engine import batches, eviction, flush, reporting, seams, updates
-from psrl_sglang.engine.activation import exported_instance, refuse
+from psrl_sglang.engine.activation import exported_fingerprint, exported_instance, refuse
+from psrl_sglang.engine.checkpoint import checkpoint_fingerprint
 from psrl_sglang.engine.command_types import PsrlCommand
 from psrl_sglang.engine.commands import CommandHandler
-from psrl_sglang.engine.identity import RunIdentity, checkpoint_fingerprint
+from psrl_sglang.engine.identity import RunIdentity
 from psrl_sglang.engine.metrics import PrometheusMirror, VersionMetrics
+from psrl_sglang.engine.resolved import Resolved
 from psrl_sglang.engine.tree import VersionedTree, versioned
 from psrl_sglang.namespace import VersionLedger
 
@@ -156,10 +158,10 @@ def _make_settings(config: PsrlConfig, ctx: Any) -> TreeSettings:
 
     instance = _agreed_instance()
     version = get_serving().weight_version
-    fingerprint = checkpoint_fingerprint(ctx.model_config.model_path, ctx.server_args.revision)
+    fingerprint = _agreed_fingerprint(ctx.server_args)
     if version == _SGLANG_DEFAULT_VERSION:
         # Two engines, or two starts, from different checkpoints must not share a name in a shared tier.
-        version = f"{version}@{fingerprint}"
+        version = f"{version}@{fingerprint or instance}"
     ledger = VersionLedger(
         version,
         instance=instance,
@@ -197,6 +199,26 @@ def _agreed_instance() -> str:
     if group.world_size > 1:
         torch.distributed.broadcast_object_list(box, src=group.ranks[0], group=group.cpu_group)
     return box[0]
+
+
+def _agreed_fingerprint(server_args: Any) -> str:
+    """Of the weights that were read, the same on every rank; empty if they cannot be told."""
+    from sglang.srt.runtime_context import get_parallel
+
+    now = checkpoint_fingerprint(Resolved(server_args))
+    mine = now if now == exported_fingerprint() else ""  # else they changed while they were read
+    group = get_parallel().world_group
+    every: list[Any] = [mine] * group.world_size
+    if group.world_size > 1:
+        torch.distributed.all_gather_object(every, mine, group=group.cpu_group)
+    if mine and set(every) == {mine}:
+        return mine
+    logger.warning(
+        "psrl: the model's files do not say what the weights of this start are (a loader such as dummy, files that "
+        "changed meanwhile, or differ between nodes): their KV is this engine's own, unless psrl.sglang.namespace "
+        "says whose it is"
+    )
+    return ""
 
 
 def _after_init_dispatcher(result: None, self: Scheduler) -> None:

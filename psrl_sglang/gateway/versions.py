@@ -39,5 +39,8 @@ class VersionOrder:
         return first - second or -1
 
 
+_MOST_DIGITS = 64
+
+
 def _is_number(version: str) -> bool:
-    return version.isdecimal() and version.isascii() and len(version) <= 18
+    return version.isdecimal() and version.isascii() and len(version) <= _MOST_DIGITS

@@ -46,7 +46,8 @@ class Way:
         return {
             "psrl": {
                 "lmcache": lmcache | ({"p2p_transfer_channel": "auto"} if moves else {}),
-                "sglang": {"max_version_lag": self.max_version_lag},
+                # A killed engine comes back from another checkpoint, and is of the same run.
+                "sglang": {"max_version_lag": self.max_version_lag, "namespace": "demo"},
                 "rollout_coordination": {
                     "routing_strategy": {"method": "round_robin", "kv_transfer": kv_transfer}
                 },

@@ -36,13 +36,14 @@ def load(
     digests: bytes,
     salt: Callable[[str], bytes],
     *,
-    fingerprint: str,
+    fingerprint: Callable[[], str],
     windows: Mapping[str, int],
     deadline: Deadline,
 ) -> Cargo:
     """Lease what the store has of a prefix (``digests``, 16 bytes a page). ``windows``: pools of which the last so
     many pages before an end are enough. What other pools have behind the end of the first stays here. The cargo has
-    no runs if there is nothing of the first pool."""
+    no runs if there is nothing of the first pool. ``fingerprint`` is asked once all is leased, so that it holds for
+    all that is in it."""
     wanted = [Wanted(pool.name, tag, salted(digests, salt(pool.name)), 0) for pool in store.layout.pools]
     if store.has_lower_tiers:
         read_ahead(store, wanted, windows, deadline)
@@ -68,4 +69,4 @@ def load(
             chunks.append(piece.chunk)
         if one is wanted[0]:
             end = sum(lease.pages for lease in held)
-    return Cargo(tag, fingerprint, runs, places, chunks, leases)
+    return Cargo(tag, fingerprint(), runs, places, chunks, leases)

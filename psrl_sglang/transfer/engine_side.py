@@ -65,7 +65,7 @@ class EngineSide(LandingRules, Protocol):
     def salt(self, pool: str, tag: str) -> bytes: ...
 
     def fingerprint(self, tag: str) -> str:
-        """Of the checkpoint the engine started with, while ``tag`` is that of its start; else empty."""
+        """What must be equal at both ends for ``tag`` to be the same KV."""
         ...
 
     def windows(self) -> Mapping[str, int]:

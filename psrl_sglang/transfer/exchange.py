@@ -37,9 +37,9 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Offer(msgspec.Struct, tag="offer", frozen=True):
-    """``fingerprint``: of the checkpoint the source started with, where the tag is still that of its start.
-    ``limit_s``: what is left of the move's time. The runs of the first run's pool are the prefix, head first; those
-    of other pools follow."""
+    """``fingerprint``: what must be the same at the destination for the tag to be the same KV. ``limit_s``: what is
+    left of the move's time. The runs of the first run's pool are the prefix, head first; those of other pools
+    follow."""
 
     tag: str
     fingerprint: str

@@ -258,7 +258,7 @@ class MoveWorker:
             tag,
             self._engine.digests(prefix, tag),
             lambda pool: self._engine.salt(pool, tag),
-            fingerprint=self._engine.fingerprint(tag),
+            fingerprint=lambda: self._engine.fingerprint(tag),
             windows=self._engine.windows(),
             deadline=deadline,
         )

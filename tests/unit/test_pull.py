@@ -80,7 +80,7 @@ async def puller_of(controller):
         }
     }
     config = load_config(settings)
-    sources = Sources(config, ask_engine, lambda: None)
+    sources = Sources(config, ask_engine)
     puller = Puller(config, sources)
     try:
         yield puller, sources
@@ -89,8 +89,8 @@ async def puller_of(controller):
         await controller.stop()
 
 
-async def turn(puller, session):
-    note = RequestNote(session=session)
+async def turn(puller, session, hint=""):
+    note = RequestNote(session=session, hint=hint)
     token = current.set(note)
     try:
         obj = SimpleNamespace(cache_salt=None, extra_key=None)
@@ -137,5 +137,81 @@ def test_a_turn_nobody_has_kv_for_says_why(session):
         async with puller_of(Controller(hangs=False)) as (puller, _):
             said = await turn(puller, session)
             assert said == {b"x-psrl-kv-reason": b"the controller knows nobody who has it"}
+
+    asyncio.run(scenario())
+
+
+class Peer(Controller):
+    """Whatever is at a hinted address: ``body`` is what it says."""
+
+    def __init__(self, body: bytes, *, status: int = 200) -> None:
+        super().__init__(hangs=False)
+        self.body, self.status = body, status
+        self.headers = []
+
+    async def _serve(self, request: web.Request) -> web.Response:
+        self.headers.append({name.lower() for name in request.headers})
+        return web.Response(body=self.body, status=self.status, content_type="application/json")
+
+
+def hinted(body: bytes, *, status: int = 200):
+    async def scenario():
+        peer = Peer(body, status=status)
+        url = f"http://127.0.0.1:{await peer.start()}"
+        try:
+            async with puller_of(Controller(hangs=False)) as (puller, _):
+                return await turn(puller, "s", hint=url), peer
+        finally:
+            await peer.stop()
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"x" * (1 << 20), b"what is at the hinted address is no engine"),
+        (b"[" * 100_000, b"the hinted engine does not answer"),
+        (b'{"instance_id": 7, "ranks": []}', b"the hinted engine does not answer"),
+        (b"{}", b"the hinted engine does not answer"),
+    ],
+)
+def test_what_a_hinted_address_says_cannot_harm_and_it_is_told_nothing(body, reason):
+    said, peer = hinted(body)
+    assert reason in said[b"x-psrl-kv-reason"]
+    assert not peer.headers[0] & {"authorization", "cookie", "x-smg-routing-key"}
+
+
+def test_a_hinted_engine_that_wants_a_key_does_not_get_ours():
+    said, peer = hinted(b"{}", status=401)
+    assert b"only a controller can tell" in said[b"x-psrl-kv-reason"]
+    assert len(peer.headers) == 1
+
+
+class Knowing(Controller):
+    """A controller that knows an engine at ``url``."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(hangs=False)
+        self.url = url
+
+    async def _serve(self, request: web.Request) -> web.Response:
+        self.asked.append(request.path)
+        if request.path == "/instances":
+            return web.json_response({"instances": [{"instance_id": "b", "http_url": self.url}]})
+        return web.json_response({"worker_infos": [{"worker_id": 0, "ip": "127.0.0.1", "port": 9}]})
+
+
+def test_a_hinted_address_that_the_controller_knows_is_not_asked_itself():
+    async def scenario():
+        peer = Peer(b"{}")
+        url = f"http://127.0.0.1:{await peer.start()}"
+        controller = Knowing(url)
+        async with puller_of(controller) as (puller, _):
+            said = await turn(puller, "s", hint=url)
+        await peer.stop()
+        assert said[b"x-psrl-kv-source"] == b"b"
+        assert controller.asked == ["/instances", "/query_worker_info"]
+        assert peer.headers == []
 
     asyncio.run(scenario())
