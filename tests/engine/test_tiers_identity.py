@@ -106,6 +106,22 @@ def test_row_5_without_a_namespace_a_restart_finds_only_the_weights_it_starts_wi
     stop(server)
 
 
+def test_a_start_whose_weights_nobody_can_tell_leaves_nothing_for_others(server_factory, tmp_path, fresh):
+    settings = with_disk(tmp_path, **LOWER, sglang=PATIENT)
+    asked = prompt(3190)
+    server = start(server_factory, settings, "--load-format", "dummy")
+    of_dummy = stored(server, asked)
+    assert chunk_files(tmp_path)
+    stop(server)
+    server = start(server_factory, settings)
+    wait_until(lambda: tier_status(server)["tiers"]["disk"]["index_loaded"], "the index is loaded")
+    again = server.generate(asked, NEW_TOKENS)
+    assert again.cached_tokens == 0
+    assert_same(again, fresh(1, asked, NEW_TOKENS))
+    assert difference(again, of_dummy) > 1e-3
+    stop(server)
+
+
 def test_another_layout_in_the_same_directory_and_redis_is_never_read_and_said_once(
     server_factory, models, fresh, redis, tmp_path
 ):
