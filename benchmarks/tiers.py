@@ -49,7 +49,12 @@ _ALONE = {  # figures by name: case, metric, unit
     "lmcache_load_gb_per_s": ("lmcache", "DRAM loaded from", "GB/s"),
     "store_over_lmcache": ("", "stored to, psrl / lmcache", "ratio"),
     "load_over_lmcache": ("", "loaded from, psrl / lmcache", "ratio"),
+    **{
+        f"load_wait_over_ours_{length}": (f"{length:,} tokens", "wait for a load, lmcache / psrl", "ratio")
+        for length in LENGTHS_TOKENS
+    },
 }
+_SETTLE_S = 10.0  # servers that have just started are busy with that
 
 
 @dataclass
@@ -138,6 +143,19 @@ def bandwidth(server: Server) -> dict[str, float]:
         if entry["labels"].get("tier") == "dram"
     }
     return {way: total["bytes", way] / total["seconds", way] for way in ("store", "load")}
+
+
+def waits(hits: Times) -> dict[str, float]:
+    """What a request waits for its KV to be loaded, LMCache's over ours: the TTFT of a hit less a device hit's. What
+    LMCache's server says of a load ends before the KV is in SGLang's pool."""
+
+    def wait_s(name: str, length: int) -> float:
+        return hits.median(f"{name} host {length}") - hits.median(f"{name} device {length}")
+
+    return {
+        f"load_wait_over_ours_{length}": round(wait_s("lmcache", length) / wait_s("psrl", length), 1)
+        for length in LENGTHS_TOKENS
+    }
 
 
 def token_bytes(server: Server) -> int:
@@ -241,6 +259,7 @@ def main() -> None:
             peer = running.enter_context(LMCachePeer(directory, options.lmcache, options.lmcache_chunk))
             servers["lmcache"] = running.enter_context(peer.engine(model, ARGS))
             tiers["lmcache"] = "storage"
+        time.sleep(_SETTLE_S)
         measure_misses(stock, servers["psrl"], 1, source)  # warm all
         misses = measure_misses(stock, servers["psrl"], options.repeats, source)
         hits = measure_hits(servers, tiers, options.repeats, source)
@@ -252,6 +271,7 @@ def main() -> None:
             theirs = {way: rate * token_bytes(servers["psrl"]) for way, rate in peer.tokens_per_s().items()}
             rows.append({f"lmcache_{way}_gb_per_s": round(rate / 1e9, 2) for way, rate in theirs.items()})
             rows.append({f"{way}_over_lmcache": round(rates[way] / rate, 2) for way, rate in theirs.items()})
+            rows.append(waits(hits))
     for row in rows:
         print("  ".join(f"{name} {value}" for name, value in row.items()))
     if options.json is not None:
