@@ -146,7 +146,7 @@ def bandwidth(server: Server) -> dict[str, float]:
 
 
 def waits(hits: Times) -> dict[str, float]:
-    """What a request waits for its KV to be loaded, LMCache's over ours: the TTFT of a hit less a device hit's. What
+    """What a request waits for its KV, LMCache's over ours: the TTFT of a hit less that of a device hit. What
     LMCache's server says of a load ends before the KV is in SGLang's pool."""
 
     def wait_s(name: str, length: int) -> float:
