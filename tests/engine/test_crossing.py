@@ -72,6 +72,7 @@ def test_request_that_crosses_in_place_publishes_only_what_the_old_weights_compu
     server.resume()
     crossed = request.result()
     assert crossed.meta_info["psrl"] == {
+        "installed_version": "2",
         "oldest_version": "1",
         "version_lag": 0,
         "crossed_versions": True,

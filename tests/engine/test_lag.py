@@ -25,6 +25,7 @@ def test_lag_1_reuses_the_version_before_and_nothing_older(server, models):
     one_behind = server.generate(asked, 4)
     assert one_behind.cached_tokens == 592
     assert one_behind.meta_info["psrl"] == {
+        "installed_version": "2",
         "oldest_version": "1",
         "version_lag": 1,
         "crossed_versions": False,

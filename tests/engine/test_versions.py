@@ -215,6 +215,7 @@ def test_chat_requests_are_versioned_too(server, models):
 def test_replies_name_the_oldest_version_behind_them(server, models):
     asked = prompt(63)
     assert server.generate(asked, 4).meta_info["psrl"] == {
+        "installed_version": "1",
         "oldest_version": "1",
         "version_lag": 0,
         "crossed_versions": False,
