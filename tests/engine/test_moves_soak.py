@@ -72,7 +72,7 @@ def open_files(group: int) -> int:
 
 @pytest.mark.parametrize(
     ("sessions", "seconds"),
-    [(16, 20.0), pytest.param(100, 600.0, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])],
+    [(16, 12.0), pytest.param(100, 600.0, marks=[pytest.mark.slow, pytest.mark.timeout(1500)])],
 )
 def test_lmcache_c8_sessions_that_go_to_and_fro_are_always_answered_right_and_leave_nothing(
     server_factory, sessions, seconds

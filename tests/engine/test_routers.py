@@ -95,7 +95,7 @@ def test_row_21_sessions_that_go_round_find_their_kv_at_every_stop(
     assert {turn.source for turn in turns} >= {"a", "b"}
 
 
-@pytest.mark.parametrize("script", ["smg.sh", "sglang-router.sh"])
+@pytest.mark.parametrize("script", ["smg.sh", pytest.param("sglang-router.sh", marks=pytest.mark.slow)])
 def test_behind_a_gateway_and_a_router_sessions_find_their_kv(engines, router, script):
     behind = router(script, "round_robin", [server.url for server in engines])
     with gateway(behind.url, kv_transfer={"enable": False}) as url:
@@ -104,7 +104,7 @@ def test_behind_a_gateway_and_a_router_sessions_find_their_kv(engines, router, s
     assert {turn.source for turn in turns} >= {"a", "b"}
 
 
-@pytest.mark.parametrize("script", ["smg.sh", "sglang-router.sh"])
+@pytest.mark.parametrize("script", ["smg.sh", pytest.param("sglang-router.sh", marks=pytest.mark.slow)])
 def test_behind_a_router_and_several_gateways_sessions_find_their_kv(engines, router, script):
     urls = [server.url for server in engines]
     with ExitStack() as running:

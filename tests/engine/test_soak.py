@@ -95,7 +95,7 @@ class Load:
             self.failures.append(why)
 
 
-@pytest.mark.parametrize("changes", [40, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("changes", [25, pytest.param(200, marks=pytest.mark.slow)])
 def test_row_2_version_changes_under_random_load_never_fail_and_never_serve_stale_kv(
     server, models, fresh, changes
 ):
