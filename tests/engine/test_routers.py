@@ -71,9 +71,9 @@ def router(tmp_path):
     ("script", "policy"),
     [
         ("smg.sh", "manual"),
-        ("smg.sh", "consistent_hashing"),
-        ("smg.sh", "sticky"),
-        ("sglang-router.sh", "manual"),
+        pytest.param("smg.sh", "consistent_hashing", marks=pytest.mark.slow),
+        pytest.param("smg.sh", "sticky", marks=pytest.mark.slow),
+        pytest.param("sglang-router.sh", "manual", marks=pytest.mark.slow),
         ("sglang-router.sh", "consistent_hashing"),
     ],
 )
