@@ -1,4 +1,4 @@
-"""Two engines behind a gateway, for the demo and the benchmarks of re-routing; one can be killed and comes back."""
+"""Two engines, a controller and a gateway, for the demo and benchmarks of re-routing; an engine can be killed."""
 
 from __future__ import annotations
 
@@ -74,12 +74,13 @@ class Fleet:
 
     def __enter__(self) -> Fleet:
         with ExitStack() as undo:
-            undo.callback(self._stop_engines)
+            undo.callback(self._stack.close)
+            controller = self._start_controller()
+            self._stack.callback(self._stop_engines)
             for number in range(ENGINES):
                 self.engines.append(self._start(number, version=1))
-            gateway = self._start_gateway()
-            undo.callback(self._stop_gateway, gateway)
-            self._stack = undo.pop_all()
+            self._start_gateway(controller)
+            undo.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -118,24 +119,41 @@ class Fleet:
             zygote=self._zygote,
         )
 
-    def _start_gateway(self) -> subprocess.Popen[str]:
-        command = [str(Path(sys.executable).with_name("psrl-sglang")), "gateway", "--port", "0", "--json-ready"]
+    def _start_controller(self) -> str:
+        """Its URL; empty for stock engines. The engines' settings have its ports from now on."""
+        if self._settings is None:
+            return ""
+        ready = self._command("controller", "--http-port", "0", "--pull-port", "0", "--reply-port", "0")
+        ports = {"base": "http_port", "pull": "pull_port", "reply": "reply_port"}
+        self._settings["psrl"]["lmcache"] |= {"controller_host": "127.0.0.1"} | {
+            f"controller_{setting}_port": ready[port] for setting, port in ports.items()
+        }
+        return f"http://127.0.0.1:{ready['http_port']}"
+
+    def _start_gateway(self, controller: str) -> None:
+        command = ["gateway", "--port", "0"]
         for engine in self.engines:
             command += ["--worker", engine.url]
+        if controller:
+            command += ["--controller", controller]
         routing = {"psrl": {"rollout_coordination": {"routing_strategy": {"method": "round_robin"}}}}
         command += ["--config", json.dumps(self._settings or routing)]
-        log = self._stack.enter_context((self._logs / f"{self.way.key}-gateway.log").open("w"))
+        self.url = f"http://127.0.0.1:{self._command(*command)['port']}"
+
+    def _command(self, *words: str) -> dict[str, Any]:
+        """Start one of ours, which ends with the fleet; returns what it says once it listens."""
+        command = [str(Path(sys.executable).with_name("psrl-sglang")), *words, "--json-ready"]
+        log = self._stack.enter_context((self._logs / f"{self.way.key}-{words[0]}.log").open("w"))
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True, env=dict(os.environ))
+        self._stack.callback(self._stop_command, process)
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
-            process.wait(_READY_S)
-            raise RuntimeError(f"the gateway did not start; see {log.name}")
-        self.url = f"http://127.0.0.1:{json.loads(line)['port']}"
-        return process
+            raise RuntimeError(f"{words[0]} did not start; see {log.name}")
+        return json.loads(line)
 
     @staticmethod
-    def _stop_gateway(process: subprocess.Popen[str]) -> None:
+    def _stop_command(process: subprocess.Popen[str]) -> None:
         process.terminate()
         try:
             process.wait(_READY_S)
